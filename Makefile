@@ -1,0 +1,52 @@
+# make demo   train a small Mixture-of-Experts model under an enforced memory limit (about two minutes)
+# make test   lint, types and the whole test suite (under 15 minutes on 2 cores)
+# Both make .venv and install into it the first time.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+JOBS ?= 2
+BENCH ?= step
+
+# One thread per test process: with several processes on few cores more threads only get in each other's way.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
+
+.PHONY: demo test pytest lint format bench doctor clean help
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+demo: $(INSTALLED)
+	@$(BIN)/flex-trainer train demo
+
+test: lint pytest
+
+pytest: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+	$(BIN)/codespell
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/flex-trainer bench $(BENCH) --json bench-$(BENCH).json
+
+doctor: $(INSTALLED)
+	@$(BIN)/flex-trainer doctor
+
+clean:
+	rm -rf $(VENV) build dist runs wandb bench-*.json *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is renewed when what is to be installed changes, so that a second call starts at once.
+$(INSTALLED): pyproject.toml .ci/make-venv
+	@.ci/make-venv $(VENV) $(PYTHON)
+	@touch $@

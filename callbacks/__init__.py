@@ -1,0 +1,14 @@
+"""Callbacks of the Hugging Face Trainer that show what FlexTrainer does."""
+
+from flex_trainer.callbacks.memory import FlexMemoryCallback
+from flex_trainer.callbacks.progress import FlexProgressCallback, use_flex_progress
+from flex_trainer.callbacks.values import FlexLog, flex_logs, reduce_over_ranks
+
+__all__ = [
+    "FlexLog",
+    "FlexMemoryCallback",
+    "FlexProgressCallback",
+    "flex_logs",
+    "reduce_over_ranks",
+    "use_flex_progress",
+]

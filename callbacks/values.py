@@ -1,0 +1,176 @@
+"""The scalars of a log row: what the micro-batches since the last row have shown.
+
+A row of the Trainer covers `logging_steps x gradient_accumulation_steps` micro-batches. Unless a name says mean, count
+or total, its value is the largest over those micro-batches, never the last one's: the micro-batch that matters for
+memory is the worst one, wherever it stands in the window.
+
+| name | value |
+|---|---|
+| `flex/memory/peak_gib`, `peak_micro_batch` | measured peak of memory in use, and the micro-batch that had it |
+| `flex/memory/predicted_peak_gib` | predicted peak of memory in use |
+| `flex/memory/limit_gib`, `baseline_gib` | the limit; memory in use before forward |
+| `flex/memory/budget_gib`, `demand_gib` | activation bytes the plan may hold; what keeping everything would hold |
+| `flex/memory/predicted_gib`, `actual_gib` | activation bytes at the end of forward, predicted and real |
+| `flex/memory/freed_recompute_gib`, `..._offload_gib`, `..._quantize_gib` | activation bytes a strategy did not hold |
+| `flex/memory/process_gib` (CPU), `allocated_gib`, `reserved_gib`, `device_gib` (CUDA) | memory now, each by its name |
+| `flex/imbalance/max`, `flex/imbalance/mean` | most tokens of one expert over the mean of all experts |
+| `flex/plan/time_ms`, `flex/plan/step_percent` | planning time of a micro-batch; its share of all time |
+| `flex/plan/replans` | changes of plan after a router, summed |
+| `flex/plan/prediction_error_percent`, `..._mean_percent` | error of the predicted activation bytes, worst and mean |
+| `flex/spike/count`, `total` | spikes in the window, and in the run |
+| `flex/spike/over_limit_count`, `over_limit_total` | micro-batches with a peak over the limit, the same way |
+| `flex/memory/peak_rank` | only with several processes: the rank that had the peak |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from flex_trainer.config import STRATEGIES
+from flex_trainer.records import MicroBatchRecord
+from flex_trainer.reports.summary import plan_percent, prediction_error_percents
+
+GIB_BYTES = 2**30
+
+Gather = Callable[[list[dict[str, float]]], list[dict[str, float]]]
+"""Puts the lists of all ranks behind one another, on every rank, as `accelerate.utils.gather_object` does."""
+
+_SUMMED = frozenset(
+    {
+        "flex/plan/replans",
+        "flex/spike/count",
+        "flex/spike/over_limit_count",
+    }
+)
+_AVERAGED = frozenset({"flex/imbalance/mean", "flex/plan/prediction_error_mean_percent"})
+
+
+class Runtime(Protocol):
+    """What callbacks need of the runtime."""
+
+    @property
+    def records(self) -> Sequence[MicroBatchRecord]: ...
+
+    @property
+    def limit_bytes(self) -> int: ...
+
+    def memory_now(self) -> Mapping[str, int]:
+        """Bytes in use now by name: `process` on CPU; `allocated`, `reserved`, `device` on CUDA."""
+        ...
+
+
+def flex_logs(records: Sequence[MicroBatchRecord], limit_bytes: int) -> dict[str, float]:
+    """The log values of one window of micro-batches, on one rank, without running totals. Empty for no records."""
+    if not records:
+        return {}
+    worst = max(records, key=lambda record: record.peak_bytes)
+    sizes_bytes: dict[str, float] = {
+        "peak": worst.peak_bytes,
+        "predicted_peak": max(record.predicted_peak_bytes for record in records),
+        "limit": limit_bytes,
+        "baseline": max(record.baseline_bytes for record in records),
+        "budget": max(record.budget_bytes for record in records),
+        "demand": max(record.demand_bytes for record in records),
+        "predicted": max(record.predicted_bytes for record in records),
+        "actual": max(record.actual_bytes for record in records),
+    }
+    for strategy in STRATEGIES:
+        sizes_bytes[f"freed_{strategy}"] = max(record.freed_bytes.get(strategy, 0) for record in records)
+    logs = _as_gib(sizes_bytes)
+    logs["flex/memory/peak_micro_batch"] = worst.micro_batch
+    logs["flex/imbalance/max"] = max(record.imbalance for record in records)
+    logs["flex/imbalance/mean"] = sum(record.imbalance for record in records) / len(records)
+    logs["flex/plan/time_ms"] = max(record.plan_ms for record in records)
+    logs["flex/plan/step_percent"] = plan_percent(records)
+    logs["flex/plan/replans"] = sum(record.num_replans for record in records)
+    errors = prediction_error_percents(records)
+    if errors:  # a window of profiling micro-batches has predicted nothing
+        logs["flex/plan/prediction_error_percent"] = max(errors)
+        logs["flex/plan/prediction_error_mean_percent"] = sum(errors) / len(errors)
+    logs["flex/spike/count"] = sum(record.is_spike for record in records)
+    logs["flex/spike/over_limit_count"] = sum(record.is_over_limit for record in records)
+    return logs
+
+
+def reduce_over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One row from the rows of all ranks, in rank order; empty rows (a rank without micro-batches) are left out.
+
+    Counts are added, means averaged, all else is the largest. `peak_micro_batch` is the one of the rank with the
+    highest peak, and `flex/memory/peak_rank` names that rank.
+    """
+    filled = [(rank, row) for rank, row in enumerate(rows) if row]
+    if not filled:
+        return {}
+    reduced: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, row in filled for name in row):
+        values = [row[name] for _, row in filled if name in row]
+        if name in _SUMMED:
+            reduced[name] = sum(values)
+        elif name in _AVERAGED:
+            reduced[name] = sum(values) / len(values)
+        else:
+            reduced[name] = max(values)
+    if len(rows) > 1:
+        worst_rank, worst_row = max(filled, key=lambda pair: pair[1]["flex/memory/peak_gib"])
+        reduced["flex/memory/peak_micro_batch"] = worst_row["flex/memory/peak_micro_batch"]
+        reduced["flex/memory/peak_rank"] = worst_rank
+    return reduced
+
+
+class FlexLog:
+    """Turns the runtime's growing list of records into one row of values per log call.
+
+    Args:
+        runtime: its `records` are read from where the last row ended; records made before this object are not its.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._first = self._next = len(runtime.records)
+        self._num_spikes = 0
+        self._num_over_limit = 0
+
+    def restart(self, log_history: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Begin a training run; `log_history` holds the earlier rows of a run that is resumed.
+
+        The totals go on from the newest row, so that a resumed run does not seem to have had fewer spikes. Spikes
+        between that row and the checkpoint are in neither, as is the loss of those steps.
+        """
+        self._first = self._next = len(self._runtime.records)
+        self._num_spikes = self._num_over_limit = 0
+        for row in reversed(log_history):
+            if "flex/spike/total" in row:
+                self._num_spikes = int(row["flex/spike/total"])
+                self._num_over_limit = int(row["flex/spike/over_limit_total"])
+                return
+
+    @property
+    def run_records(self) -> Sequence[MicroBatchRecord]:
+        """The micro-batches since the run began."""
+        return self._runtime.records[self._first :]
+
+    def values(self, gather: Gather | None = None) -> dict[str, float]:
+        """The values since the last call. Empty when no micro-batch has run since.
+
+        Args:
+            gather: given, every rank has to call this, and all get the row of all ranks.
+        """
+        window = self._runtime.records[self._next :]
+        self._next += len(window)
+        row = flex_logs(window, self._runtime.limit_bytes)
+        if row:
+            row.update(_as_gib(self._runtime.memory_now()))
+        rows = [row] if gather is None else gather([row])
+        reduced = reduce_over_ranks(rows)
+        if reduced:
+            # Totals of reduced counts: every rank resumes from the same history row, and that one has all ranks in it.
+            self._num_spikes += int(reduced["flex/spike/count"])
+            self._num_over_limit += int(reduced["flex/spike/over_limit_count"])
+            reduced["flex/spike/total"] = self._num_spikes
+            reduced["flex/spike/over_limit_total"] = self._num_over_limit
+        return reduced
+
+
+def _as_gib(sizes_bytes: Mapping[str, float]) -> dict[str, float]:
+    return {f"flex/memory/{name}_gib": size / GIB_BYTES for name, size in sizes_bytes.items()}

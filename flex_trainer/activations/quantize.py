@@ -1,0 +1,83 @@
+"""Quantise: a floating activation is stored in 8 bits, with one scale per row.
+
+A row is the last dimension of the tensor as it was saved. For int8 the scale of row r is max|x_r| / 127, so the error of
+an element is at most scale / 2 = max|x_r| / 254. For float8_e4m3fn the scale is max|x_r| / 448 and the relative error of
+an element is at most 2^-4 (3 mantissa bits), down to the format's subnormals. Scales have a floor (an all-zero row stays
+zero), and values are clamped before the cast. NaN and infinity do not survive int8; a tensor that holds any is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flex_trainer.activations.ledger import Ledger
+
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_SMALLEST_SCALE = 1e-30
+
+
+class QuantizedValue:
+    """One storage in 8 bits."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, ledger: Ledger) -> None:
+        rows = _rows(tensor.detach())
+        self._original = (tensor.dtype, tensor.untyped_storage().nbytes())
+        self._codes, self._scales = quantize_rows(rows, dtype)
+        self.num_bytes = self._codes.untyped_storage().nbytes() + self._scales.untyped_storage().nbytes()
+        self._value: torch.Tensor | None = None
+        self._ledger = ledger
+        ledger.hold(self.num_bytes)
+        ledger.freed("quantize", self._original[1] - self.num_bytes)
+
+    @staticmethod
+    def takes(tensor: torch.Tensor) -> bool:
+        """Whether this tensor can be quantised: floating, finite, and the whole of its storage, row by row."""
+        return (
+            tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and tensor.dim() >= 1
+            and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+            and tensor.storage_offset() == 0
+            and tensor.numel() > 0
+            and bool(torch.isfinite(tensor.detach()).all())
+        )
+
+    def read(self) -> torch.Tensor:
+        if self._value is None:
+            dtype, num_bytes = self._original
+            value = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=self._codes.device)
+            value.view(self._codes.shape).copy_(dequantize_rows(self._codes, self._scales))
+            self._value = value
+            self._ledger.recover(num_bytes)
+        return self._value
+
+    def __del__(self) -> None:
+        # An allocation that failed in __init__ leaves nothing to give back.
+        if hasattr(self, "_ledger"):
+            self._ledger.release(self.num_bytes)
+            if self._value is not None:
+                self._ledger.recover(-self._original[1])
+
+
+def quantize_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of the shape of `rows` (R, C) in `dtype`, and float32 scales (R, 1)."""
+    largest = _LARGEST[dtype]
+    scales = (rows.abs().amax(dim=-1, keepdim=True).float() / largest).clamp_(min=_SMALLEST_SCALE)
+    scaled = (rows.float() / scales).clamp_(-largest, largest)
+    return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scales
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The float32 values (R, C) that `codes` (R, C) and `scales` (R, 1) stand for."""
+    return codes.float() * scales
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's storage as (rows, elements of a row), whatever order its dimensions lie in memory."""
+    row_elements = tensor.shape[-1] if tensor.is_contiguous() else _innermost_extent(tensor)
+    return tensor.as_strided((tensor.numel() // row_elements, row_elements), (row_elements, 1))
+
+
+def _innermost_extent(tensor: torch.Tensor) -> int:
+    """Elements along the dimension that is contiguous in memory (1 when there is none)."""
+    extents = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride == 1 and size > 1]
+    return extents[0] if extents else 1

@@ -1,0 +1,126 @@
+"""Recompute: one run of an operator whose internals and outputs are dropped, and its replay in backward.
+
+    forward    region R runs under pack hooks. What it saves is numbered 0, 1, 2, ... and dropped; its outputs are
+               remembered by storage, so that a later operator which saves one of them gets "output k of R, this view".
+    backward   the first value that is asked for replays R from its inputs, under the RNG and autocast state of the first
+               run. The n-th tensor the replay saves fills the n-th slot; the k-th output fills the slot of output k. Slots
+               nobody holds any more are skipped, and the replay stops once the last needed one is full.
+
+The inputs are packed values themselves: an input that was dropped too is recovered by replaying its region first. This is
+the paper's recompute (BaGuaLu-2, section IV-B) at the granularity of an operator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flex_trainer.activations.context import ExecutionState, no_scope
+from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.values import Packed, Slot, alive
+
+
+class _ReplayDone(Exception):
+    """Raised inside a replay when the last needed value was saved."""
+
+
+class Region:
+    """One run of one operator under the strategy recompute."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        pack_input: Callable[[torch.Tensor], Packed],
+        ledger: Ledger,
+    ) -> None:
+        """`pack_input` turns a tensor argument into a packed value; everything else is kept as it is."""
+        self.name = name
+        self._function: Callable[..., Any] | None = function
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._leaves: list[Any] | None = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
+        self._state = ExecutionState.capture(_device_of(leaves))
+        self._ledger = ledger
+        self._inner: dict[int, weakref.ref[Slot]] = {}
+        self._outputs: dict[int, weakref.ref[Slot]] = {}
+
+    def inner_slot(self, number: int) -> Slot:
+        """A slot for the `number`-th tensor that the region saves."""
+        slot = Slot(self, self._ledger)
+        self._inner[number] = weakref.ref(slot)
+        return slot
+
+    def output_slot(self, index: int) -> Slot:
+        """The slot of output leaf `index`, shared by all packed values that lie in it."""
+        slot = alive(self._outputs.get(index))
+        if slot is None:
+            slot = Slot(self, self._ledger)
+            self._outputs[index] = weakref.ref(slot)
+        return slot
+
+    def replay(self) -> None:
+        """Run the operator again and fill every live slot. Random streams are left as they were found."""
+        inner = {number: slot for number, ref in self._inner.items() if (slot := alive(ref)) and slot.value is None}
+        outputs = {index: slot for index, ref in self._outputs.items() if (slot := alive(ref)) and slot.value is None}
+        assert self._leaves is not None and self._function is not None
+        args, kwargs = tree_unflatten(
+            [leaf.recover() if isinstance(leaf, _PackedLeaf) else leaf for leaf in self._leaves], self._spec
+        )
+        last_inner = max(inner, default=-1)
+        number = -1
+
+        def capture(tensor: torch.Tensor) -> None:
+            nonlocal number
+            number += 1
+            if number in inner:
+                inner[number].fill(tensor.detach())  # a saved result still carries the replay's own graph
+            if number == last_inner and not outputs:
+                raise _ReplayDone
+
+        def never(_: None) -> torch.Tensor:
+            raise AssertionError("a replay's own graph never runs backward")
+
+        with no_scope(), self._state.restored(), torch.enable_grad(), saved_tensors_hooks(capture, never):
+            try:
+                result = self._function(*args, **kwargs)
+            except _ReplayDone:
+                result = None
+        if outputs:
+            leaves = tree_flatten(result)[0]
+            for index, slot in outputs.items():
+                slot.fill(leaves[index].detach())
+        self._ledger.num_replays += 1
+        missing = [number for number, slot in inner.items() if slot.value is None]
+        if missing:
+            raise RuntimeError(
+                f"replaying {self.name} saved fewer tensors than its first run did (number {missing[0]} is missing): the "
+                "operator takes another path the second time. Leave 'recompute' out of strategies, or report the model."
+            )
+
+
+class _PackedLeaf:
+    """A tensor argument of a region, with what is needed to hand it to the replay."""
+
+    __slots__ = ("_packed", "_requires_grad")
+
+    def __init__(self, tensor: torch.Tensor, pack_input: Callable[[torch.Tensor], Packed]) -> None:
+        self._packed = pack_input(tensor)
+        self._requires_grad = tensor.requires_grad
+
+    def recover(self) -> torch.Tensor:
+        return self._packed.get().detach().requires_grad_(self._requires_grad)
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _device_of(leaves: list[Any]) -> torch.device:
+    return next((leaf.device for leaf in leaves if _is_tensor(leaf)), torch.device("cpu"))

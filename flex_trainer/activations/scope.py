@@ -1,0 +1,294 @@
+"""The scope of one micro-batch: decides, for every tensor that autograd saves, in which form it is held.
+
+Every storage has one producer: the operator whose run made it, or, for what is computed between operators, the enclosing
+block. The producer's strategy governs the storage, wherever it is saved and however often. That rules out by construction
+what the paper calls conflicting mitigation (BaGuaLu-2, section V-A): one logical tensor in two precisions or on two
+devices, because two consumers chose differently.
+
+A scope is open during one forward. It keeps nothing alive afterwards: what backward needs hangs on the autograd graph.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from flex_trainer.activations.context import scope_is
+from flex_trainer.activations.identity import StorageTable, is_plain, storage_bytes, storage_key
+from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.offload import OffloadStore
+from flex_trainer.activations.quantize import QuantizedValue
+from flex_trainer.activations.region import Region
+from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
+from flex_trainer.activations.values import (
+    Holding,
+    Packed,
+    PackedInner,
+    PackedKept,
+    PackedOutput,
+    PackedReference,
+    PackedStored,
+    StoredValue,
+    alive,
+)
+from flex_trainer.strategy import Site, Strategy
+
+MIN_MITIGATED_BYTES = 16 * 1024
+"""Smaller storages are kept: moving or casting them costs more than it frees."""
+
+
+class Choices(Protocol):
+    """Where a scope reads strategies from; they may change while forward runs."""
+
+    def strategy(self, site: Site) -> Strategy: ...
+
+
+class _Entry:
+    """What the scope knows of one storage."""
+
+    __slots__ = ("holding", "is_counted", "owner", "region", "strategy", "stored", "value", "version")
+
+    def __init__(self, owner: int, strategy: Strategy, value: int, version: int) -> None:
+        self.owner = owner
+        self.strategy = strategy
+        self.value = value
+        self.version = version
+        self.region: tuple[Region, int] | None = None  # (region, output index) when it is a recomputed output
+        self.holding: weakref.ref[Holding] | None = None
+        self.stored: weakref.ref[StoredValue] | None = None
+        self.is_counted = False  # in the ledger's demand
+
+
+class Scope:
+    """One micro-batch's forward under a plan."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        ledger: Ledger,
+        *,
+        parameters: Iterable[torch.Tensor],
+        store: Callable[[], OffloadStore] | None = None,
+        quantize_dtype: torch.dtype = torch.int8,
+        on_memory: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `on_memory` is called at points
+        where memory in use is worth sampling: operator boundaries in forward, values coming back in backward."""
+        self.ledger = ledger
+        self.trace = Trace()
+        self.was_used = False
+        """Whether backward has asked for any value yet."""
+        self._choices = choices
+        self._store = store
+        self._quantize_dtype = quantize_dtype
+        self._on_memory = on_memory
+        self._now = now
+        self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
+        self._table: StorageTable[_Entry] = StorageTable()
+        self._stack: list[int] = []
+        self._region: Region | None = None  # the region that is running, if any,
+        self._region_call = -1  # and its call
+        self._num_packs = 0  # in the running region
+
+    @contextmanager
+    def open(self) -> Iterator[Scope]:
+        """Make this the current scope of the thread and pack what is saved until the context ends."""
+        with scope_is(self), saved_tensors_hooks(self._pack, self._unpack):
+            try:
+                yield self
+            finally:
+                self._table.clear()
+                self._stack.clear()
+
+    # Running operators
+
+    def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one operator or block under its strategy and return its result."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        call = CallTrace(site, parent=self._stack[-1] if self._stack else -1)
+        for tensor in tensors:
+            entry = self._entry(tensor)
+            if entry is not None:
+                call.inputs.append(entry.value)
+        index = len(self.trace.calls)
+        self.trace.calls.append(call)
+        strategy = self._strategy_of(site)
+        outer_region = self._region, self._region_call
+        self._stack.append(index)
+        start = self._now()
+        try:
+            if strategy is Strategy.RECOMPUTE:
+                result, region = self._run_region(index, function, args, kwargs)
+            else:
+                result, region = function(*args, **kwargs), None
+        finally:
+            call.seconds = self._now() - start
+            self._stack.pop()
+            self._region, self._region_call = outer_region
+        self._note_outputs(index, strategy, result, region)
+        self._on_memory()
+        return result
+
+    def _strategy_of(self, site: Site) -> Strategy:
+        """What really happens at this site now: nothing inside a running region, and only what the site allows."""
+        if self._region is not None or not torch.is_grad_enabled():
+            return Strategy.KEEP
+        strategy = self._choices.strategy(site)
+        return Strategy.KEEP if strategy is Strategy.RECOMPUTE and not site.is_replayable else strategy
+
+    def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
+        name = self.trace.calls[index].site.name
+        region = Region(name, function, args, kwargs, self._pack_input, self.ledger)
+        self._region, self._region_call = region, index
+        self._num_packs = 0
+        with saved_tensors_hooks(self._pack_inner, self._unpack):
+            return function(*args, **kwargs), region
+
+    def _note_outputs(self, index: int, strategy: Strategy, result: Any, region: Region | None) -> None:
+        call = self.trace.calls[index]
+        for number, leaf in enumerate(tree_leaves(result)):
+            if not isinstance(leaf, torch.Tensor) or not is_plain(leaf) or storage_key(leaf) in self._parameters:
+                continue
+            entry = self._table.get(leaf)
+            if entry is None:
+                entry = self._new_entry(leaf, index, strategy)
+                self.trace.values[entry.value].is_output = True
+            elif entry.owner != index and not self._is_inside(entry.owner, index):
+                continue  # an input handed through: its producer governs it
+            else:
+                self.trace.values[entry.value].is_output = True
+            call.output_bytes += storage_bytes(leaf)
+            if region is not None and entry.region is None and entry.holding is None:
+                entry.region, entry.version = (region, number), leaf._version
+
+    def _is_inside(self, inner: int, outer: int) -> bool:
+        while inner > outer:
+            inner = self.trace.calls[inner].parent
+        return inner == outer
+
+    def sweep(self) -> None:
+        """Forget dead storages (called when a layer ends)."""
+        self._table.sweep()
+
+    @property
+    def inner_strategy(self) -> Strategy:
+        """Strategy of the innermost operator or block that is running."""
+        if not self._stack:
+            return Strategy.KEEP
+        strategy = self._choices.strategy(self.trace.calls[self._stack[-1]].site)
+        return Strategy.KEEP if strategy is Strategy.RECOMPUTE else strategy
+
+    # Packing
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        """Outside of recomputed regions."""
+        entry = self._entry(tensor)
+        if entry is None:
+            return PackedReference(tensor.detach(), self._name())
+        self._count(entry, tensor)
+        return self._hold(entry, tensor)
+
+    def _pack_inner(self, tensor: torch.Tensor) -> Packed:
+        """Inside a recomputed region: number what the replay will save again, refer to the rest."""
+        number = self._num_packs
+        self._num_packs += 1
+        region = self._region
+        assert region is not None
+        known = self._table.get(tensor) if is_plain(tensor) else None
+        if known is not None and not self._is_inside(known.owner, self._region_call):
+            self._count(known, tensor)
+            return self._hold(known, tensor)  # an input of the region, or a value from before it
+        entry = self._entry(tensor)
+        if entry is None:
+            return PackedReference(tensor.detach(), self._name())
+        if not entry.is_counted:
+            self.ledger.freed("recompute", storage_bytes(tensor))
+        self._count(entry, tensor)
+        return PackedInner(region.inner_slot(number), tensor, region.name)
+
+    def _pack_input(self, tensor: torch.Tensor) -> Packed:
+        """A tensor that a region needs for its replay."""
+        entry = self._entry(tensor)
+        if entry is None:
+            return PackedReference(tensor.detach(), self._name())
+        return self._hold(entry, tensor)
+
+    def _unpack(self, packed: Packed) -> torch.Tensor:
+        self.was_used = True
+        tensor = packed.get()
+        self._on_memory()
+        return tensor
+
+    def _hold(self, entry: _Entry, tensor: torch.Tensor) -> Packed:
+        """The packed form of a tensor whose storage is known."""
+        name = self._owner_name(entry)
+        if entry.region is not None and entry.version == tensor._version:
+            region, output = entry.region
+            return PackedOutput(region.output_slot(output), tensor, name)
+        if entry.strategy in (Strategy.OFFLOAD, Strategy.QUANTIZE) and entry.version == tensor._version:
+            stored = alive(entry.stored) or self._put(entry, tensor)
+            if stored is not None:
+                return PackedStored(stored, tensor, name)
+        holding = alive(entry.holding)
+        if holding is None:
+            holding = Holding(self.ledger, storage_bytes(tensor))
+            entry.holding = weakref.ref(holding)
+        return PackedKept(tensor.detach(), holding, name)
+
+    def _put(self, entry: _Entry, tensor: torch.Tensor) -> StoredValue | None:
+        """Offload or quantise the storage, unless it is too small, already held as it is, or of the wrong kind."""
+        if storage_bytes(tensor) < MIN_MITIGATED_BYTES or alive(entry.holding) is not None:
+            return None
+        stored: StoredValue | None = None
+        if entry.strategy is Strategy.OFFLOAD and self._store is not None:
+            stored = self._store().put(tensor, self.ledger)
+        elif entry.strategy is Strategy.QUANTIZE and QuantizedValue.takes(tensor):
+            stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger)
+        if stored is not None:
+            entry.stored = weakref.ref(stored)
+        return stored
+
+    def _count(self, entry: _Entry, tensor: torch.Tensor) -> None:
+        """Note that autograd saves this storage, once per storage in the ledger, once per saver in the trace."""
+        savers = self.trace.values[entry.value].savers
+        saver = self._stack[-1] if self._stack else -1
+        if not savers or savers[-1] != saver:
+            savers.append(saver)
+        if not entry.is_counted:
+            entry.is_counted = True
+            self.ledger.demand(storage_bytes(tensor))
+            if entry.region is not None and entry.version == tensor._version:
+                self.ledger.freed("recompute", storage_bytes(tensor))
+
+    # Identity
+
+    def _entry(self, tensor: torch.Tensor) -> _Entry | None:
+        """What is known of the tensor's storage; None for parameters and for kinds of tensors left alone."""
+        if not is_plain(tensor):
+            self.ledger.num_unmanaged += 1
+            return None
+        if storage_key(tensor) in self._parameters:
+            return None
+        entry = self._table.get(tensor)
+        if entry is None:
+            entry = self._new_entry(tensor, self._stack[-1] if self._stack else -1, self.inner_strategy)
+        return entry
+
+    def _new_entry(self, tensor: torch.Tensor, owner: int, strategy: Strategy) -> _Entry:
+        self.trace.values.append(ValueTrace(owner, storage_bytes(tensor), tensor.element_size()))
+        entry = _Entry(owner, strategy, len(self.trace.values) - 1, tensor._version)
+        return self._table.put(tensor, entry)
+
+    def _name(self) -> str:
+        return self.trace.calls[self._stack[-1]].site.name if self._stack else "the model, outside of its layers"
+
+    def _owner_name(self, entry: _Entry) -> str:
+        return self.trace.calls[entry.owner].site.name if entry.owner >= 0 else "the model, outside of its layers"

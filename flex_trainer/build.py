@@ -1,0 +1,257 @@
+"""From a checked recipe to the objects of a run: training arguments, tokenizer, model, samples.
+
+The second half of the recipe's checks is here too, since it needs transformers: names and types of TrainingArguments fields
+and the keys of a model's configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainingArguments,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from flex_trainer.config import nearest
+from flex_trainer.data import build_dataset, byte_tokenizer
+from flex_trainer.data.samples import TokenDataset
+from flex_trainer.recipe import Recipe
+from flex_trainer.recipe_yaml import RecipeError
+
+BYTE_TOKENIZER = "byt5"
+
+# Keys of older configuration files that transformers still reads into `rope_parameters`.
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+
+_CONFIG_READ = re.compile(r'(?:\bgetattr\((?:self\.)?config, "|\bconfig\.)(\w+)')
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Check what can be checked without loading weights or building a model.
+
+    Raises:
+        RecipeError: a misspelt or wrongly typed training argument, an unknown architecture or configuration key.
+    """
+    _check_training(recipe)
+    if recipe.model.architecture is not None:
+        random_config(recipe)
+
+
+def training_arguments(recipe: Recipe) -> TrainingArguments:
+    """The `training` section as TrainingArguments, with what follows from the other sections.
+
+    Raises:
+        RecipeError: a field that does not exist, has the wrong type, or that transformers refuses.
+    """
+    _check_training(recipe)
+    values = {
+        "output_dir": str(recipe.output_dir),
+        "report_to": list(recipe.report.to) or "none",
+        "run_name": recipe.name,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        **recipe.training,
+    }
+    if recipe.data.sampling.lengths != "fixed" or recipe.data.sampling.domains == "blocked":
+        # Samples of one micro-batch stand together in the dataset; a shuffle would tear them apart.
+        if values.setdefault("train_sampling_strategy", "sequential") != "sequential":
+            raise RecipeError(
+                f"{recipe.path.name}: training.train_sampling_strategy={values['train_sampling_strategy']!r} would undo "
+                "data.sampling, which draws length and domain per micro-batch; remove one of them"
+            )
+    try:
+        return TrainingArguments(**values)
+    except (ValueError, TypeError, ImportError) as error:
+        raise RecipeError(f"{recipe.path.name}: training: {_one_line(error)}") from error
+
+
+def build_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer of `data.tokenizer`: by default the model's own, or bytes for random weights."""
+    name = recipe.data.tokenizer or recipe.model.name_or_path or BYTE_TOKENIZER
+    if name == BYTE_TOKENIZER:
+        return byte_tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{recipe.path.name}: tokenizer {name!r} cannot be loaded: {_one_line(error)}") from error
+
+
+def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
+    """The model, with loaded or random weights (drawn from torch's global generator: seed it before).
+
+    Raises:
+        RecipeError: weights that cannot be loaded, a vocabulary smaller than the tokenizer's, too few positions.
+    """
+    section = recipe.model
+    options = {
+        "attn_implementation": section.attn_implementation,
+        "experts_implementation": section.experts_implementation,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if section.name_or_path is None:
+        config = random_config(recipe, tokenizer)
+    else:
+        config = _loaded_config(recipe)
+    _check_fit(recipe, config, tokenizer)
+    try:
+        if section.name_or_path is None:
+            return AutoModelForCausalLM.from_config(config, dtype=section.dtype or "float32", **options)
+        return AutoModelForCausalLM.from_pretrained(
+            section.name_or_path,
+            config=config,
+            revision=section.revision or "main",
+            trust_remote_code=section.trust_remote_code,
+            dtype=section.dtype or "auto",
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{recipe.path.name}: model: {_one_line(error)}") from error
+
+
+def build_data(recipe: Recipe, args: TrainingArguments, tokenizer: Any) -> tuple[TokenDataset, TokenDataset | None]:
+    """Training samples, and evaluation samples where `data.num_eval_samples` asks for some."""
+    needed = None
+    if args.max_steps > 0:
+        needed = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size * args.world_size
+    try:
+        dataset = build_dataset(recipe.data, tokenizer, args.per_device_train_batch_size, needed)
+    except ValueError as error:
+        raise RecipeError(f"{recipe.path.name}: data: {error}") from error
+    num_eval = recipe.data.num_eval_samples
+    if not num_eval:
+        return dataset, None
+    if num_eval >= len(dataset):
+        raise RecipeError(
+            f"{recipe.path.name}: data.num_eval_samples={num_eval} leaves nothing of {len(dataset)} samples to train on"
+        )
+    return dataset.split_off(num_eval)
+
+
+def random_config(recipe: Recipe, tokenizer: Any = None) -> PreTrainedConfig:
+    """The configuration of `model.architecture` with the values of `model.config`.
+
+    Vocabulary and special tokens come from the tokenizer where the recipe does not say them.
+
+    Raises:
+        RecipeError: no such architecture, one that is no causal language model, an unknown key, a value it refuses.
+    """
+    place = f"{recipe.path.name}: model"
+    architecture = recipe.model.architecture or ""
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if architecture in CONFIG_MAPPING:
+            raise RecipeError(f"{place}.architecture: {architecture!r} is not a causal language model in transformers")
+        known = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        hint = nearest(architecture, known)
+        hint = hint if hint.startswith("did") else "see the model types of transformers"
+        raise RecipeError(f"{place}.architecture: {architecture!r} is not known to transformers; {hint}")
+    config_class = CONFIG_MAPPING[architecture]
+    _check_config_keys(recipe, config_class)
+    values = dict(recipe.model.config)
+    if tokenizer is not None:
+        values.setdefault("vocab_size", len(tokenizer))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values.setdefault(name, getattr(tokenizer, name))
+    try:
+        return config_class(**values)
+    except Exception as error:  # strict configuration classes raise their own kinds for a value they refuse
+        raise RecipeError(f"{place}.config: {_one_line(error)}") from error
+
+
+def _loaded_config(recipe: Recipe) -> PreTrainedConfig:
+    section = recipe.model
+    try:
+        config = AutoConfig.from_pretrained(
+            section.name_or_path, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"{recipe.path.name}: model.name_or_path: {section.name_or_path!r} cannot be loaded: {_one_line(error)}"
+        ) from error
+    _check_config_keys(recipe, type(config))
+    config.update(section.config)
+    return config
+
+
+def _check_config_keys(recipe: Recipe, config_class: type[PreTrainedConfig]) -> None:
+    """Raise RecipeError for a `model.config` key that the architecture does not have."""
+    known = {*vars(config_class()), *config_class.attribute_map}
+    if is_dataclass(config_class):
+        known.update(entry.name for entry in fields(config_class))
+    if "rope_parameters" in known:
+        known.update(_ROPE_KEYS)
+    known = {name for name in known if not name.startswith("_")}
+    place = f"{recipe.path.name}: model.config"
+    for key, value in recipe.model.config.items():
+        if key == "model_type" and value != config_class.model_type:
+            raise RecipeError(f"{place}.model_type: {value!r} does not fit; this model is {config_class.model_type!r}")
+        if key in known or key == "model_type" or key in _keys_the_model_reads(config_class):
+            continue
+        hint = nearest(key, sorted(known))
+        hint = hint if hint.startswith("did") else "see its documentation in transformers"
+        raise RecipeError(f"{place}.{key}: {config_class.__name__} has no such key; {hint}")
+
+
+def _keys_the_model_reads(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Keys that a model's code asks for though its configuration class does not declare them (`head_dim` in Qwen3-MoE)."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    if model_class is None:  # a model whose code came with its weights
+        return set()
+    return set(_CONFIG_READ.findall(inspect.getsource(inspect.getmodule(model_class) or model_class)))
+
+
+def _check_fit(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any) -> None:
+    text_config = config.get_text_config()
+    vocab_size = getattr(text_config, "vocab_size", None)
+    if vocab_size is not None and vocab_size < len(tokenizer):
+        raise RecipeError(
+            f"{recipe.path.name}: model: vocab_size={vocab_size} is smaller than the tokenizer's {len(tokenizer)}; "
+            "raise model.config.vocab_size or choose another data.tokenizer"
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and positions < recipe.data.sequence_length:
+        raise RecipeError(
+            f"{recipe.path.name}: data.sequence_length={recipe.data.sequence_length} is more than the model's "
+            f"max_position_embeddings={positions}; lower the one or raise the other in model.config"
+        )
+
+
+def _check_training(recipe: Recipe) -> None:
+    """Raise RecipeError for a `training` key that is no TrainingArguments field, or a plain value of another type."""
+    known = {entry.name: entry for entry in fields(TrainingArguments) if entry.init}
+    hints = get_type_hints(TrainingArguments)
+    for key, value in recipe.training.items():
+        place = f"{recipe.path.name}: training.{key}"
+        if key not in known:
+            raise RecipeError(f"{place}: TrainingArguments has no such field; {nearest(key, list(known))}")
+        kinds = _plain_kinds(hints[key])
+        if kinds and not _is_of(value, kinds):
+            names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise RecipeError(f"{place}: {value!r} is {type(value).__name__}, but {names} is needed")
+
+
+def _plain_kinds(hint: Any) -> tuple[type, ...]:
+    """The types of a hint made of bool, int, float and None only; empty for any other hint."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple(kinds) if set(kinds) <= {bool, int, float, NoneType} else ()
+
+
+def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+
+
+def _one_line(error: BaseException) -> str:
+    """All of a library's message on one line, for the user who has to act on it."""
+    return " ".join(str(error).split()) or type(error).__name__

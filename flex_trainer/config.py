@@ -1,0 +1,129 @@
+"""What a user may set: one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flex_trainer.units import parse_bytes
+
+STRATEGIES = ("recompute", "offload", "quantize")
+QUANTIZE_DTYPES = ("int8", "float8_e4m3fn")
+PLANNERS = ("bandwidth", "largest_first")
+
+
+def nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
+    """The sentence part that helps with a misspelt word: the closest known one, or all of them."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+@dataclass(frozen=True)
+class FlexConfig:
+    """Settings of FlexTrainer. Every field has a default; `FlexConfig()` reads the limit from the device.
+
+    Raises:
+        ValueError: a value outside its range, an unknown strategy or dtype.
+    """
+
+    memory_limit: str | float | int = "auto"
+    """Most memory the process (CPU) or the device (CUDA) may use: "auto", a size such as "12GiB", a whole number of
+    bytes (above 1), or a fraction of the device's memory (a float in (0, 1])."""
+
+    strategies: tuple[str, ...] = ("recompute", "offload")
+    """Ways to give activation memory back, any of recompute, offload, quantize. Quantize changes gradients slightly, so
+    it has to be asked for. Empty: watch and report, never mitigate."""
+
+    offload_to: str = "host"
+    """Where offloaded activations go: "host" (pinned memory on CUDA; on a CPU device, a file in the system's temporary
+    directory), or a directory for the file."""
+
+    quantize_dtype: str = "int8"
+    """Storage type of quantised activations: int8 or float8_e4m3fn, one scale per row."""
+
+    transient_reserve: str | float | int = "auto"
+    """Bytes kept free for what operators need while they run: "auto" (modelled, then corrected by what was measured), a
+    size, a whole number of bytes, or a fraction of the memory limit (a float in [0, 1))."""
+
+    seed_profile: str | None = None
+    """A JSON file with measured operator costs: read when it exists (no profiling micro-batch is needed then), written
+    when training ends."""
+
+    planner: str = "bandwidth"
+    """Which mitigation goes first: "bandwidth" (most bytes freed per second of overhead), or "largest_first" (most bytes
+    freed, as Algorithm 2 of the BaGuaLu-2 paper)."""
+
+    def __post_init__(self) -> None:
+        # Step 1: plain YAML and the command line give lists and strings; inside, a tuple is what the type says.
+        names = [self.strategies] if isinstance(self.strategies, str) else list(self.strategies)
+        object.__setattr__(self, "strategies", tuple(dict.fromkeys(names)))
+        # Step 2: every field on its own.
+        for name in self.strategies:
+            if name not in STRATEGIES:
+                raise ValueError(f"unknown strategy {name!r} in strategies; {nearest(str(name), STRATEGIES)}")
+        _check_choice("quantize_dtype", self.quantize_dtype, QUANTIZE_DTYPES)
+        _check_choice("planner", self.planner, PLANNERS)
+        _check_amount("memory_limit", self.memory_limit, fraction_may_be_one=True)
+        _check_amount("transient_reserve", self.transient_reserve, fraction_may_be_one=False)
+        if not isinstance(self.offload_to, str) or not self.offload_to:
+            raise ValueError(f"offload_to={self.offload_to!r} must be 'host' or the path of a directory")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> FlexConfig:
+        """Make a config from a mapping such as a recipe's `flex` section.
+
+        Raises:
+            ValueError: an unknown key, with the nearest known one, or a bad value.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ValueError(f"unknown key {key!r} in flex; {nearest(key, known)}")
+        return cls(**values)
+
+    def limit_bytes(self, device_bytes: int) -> int:
+        """The memory limit in bytes on a device that has `device_bytes` in all."""
+        if self.memory_limit == "auto":
+            return device_bytes
+        return amount_bytes(self.memory_limit, device_bytes)
+
+    @property
+    def offload_directory(self) -> Path | None:
+        """The directory for offloaded activations, or None for "host"."""
+        return None if self.offload_to == "host" else Path(self.offload_to)
+
+
+def amount_bytes(amount: str | float | int, whole_bytes: int) -> int:
+    """Bytes of a size ("12GiB"), a whole number of bytes, or a float that is a fraction of `whole_bytes`."""
+    if isinstance(amount, str):
+        return parse_bytes(amount)
+    return int(amount * whole_bytes) if isinstance(amount, float) and amount <= 1 else int(amount)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known; {nearest(str(value), choices)}")
+
+
+def _check_amount(name: str, value: object, fraction_may_be_one: bool) -> None:
+    if value == "auto":
+        return
+    if isinstance(value, str):
+        try:
+            amount: float = parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        amount = value
+    else:
+        raise ValueError(f"{name}={value!r} must be 'auto', a size such as '12GiB', bytes, or a fraction")
+    smallest_ok = amount > 0 if fraction_may_be_one else amount >= 0
+    if not smallest_ok or amount != amount or amount == float("inf"):
+        raise ValueError(f"{name}={value!r} must be positive and finite")
+    if isinstance(value, float) and 1 < value < 1024:
+        raise ValueError(f"{name}={value!r} is neither a fraction (at most 1) nor a plausible number of bytes")
+    if isinstance(value, float) and value == 1 and not fraction_may_be_one:
+        raise ValueError(f"{name}={value!r} would leave nothing; give a fraction below 1")

@@ -1,0 +1,128 @@
+"""The activation graph of one micro-batch: what the planner plans on. Pure data, no tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from flex_trainer.strategy import Site
+
+
+@dataclass(frozen=True)
+class Value:
+    """One storage. Owners and savers are operator indices within the segment; -1 stands for any place outside of it."""
+
+    owner: int
+    num_bytes: int
+    savers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One run of an operator or block."""
+
+    site: Site
+    parent: int
+    inputs: tuple[int, ...]
+    """Values of the segment that it takes."""
+    seconds: float
+    output_bytes: int
+    input_bytes: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One decoder layer, or what lies outside of the layers. Operators are in the order in which they started."""
+
+    layer: int
+    operators: tuple[Operator, ...]
+    values: tuple[Value, ...]
+
+    @property
+    def shape_key(self) -> tuple[object, ...]:
+        """Equal for segments that differ in nothing the planner cares about (times and names apart)."""
+        return (
+            tuple((op.site.kind, op.site.is_replayable, op.parent, op.inputs, op.output_bytes) for op in self.operators),
+            tuple((value.owner, value.num_bytes, value.savers) for value in self.values),
+        )
+
+
+@dataclass(frozen=True)
+class ActivationGraph:
+    """A whole forward, cut into segments: the layers in order, then the outside (embedding, final norm, head, loss)."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def layers(self) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if segment.layer >= 0)
+
+    def with_routed_rows(self, layer: int, factor: float) -> ActivationGraph:
+        """The same graph with the values of one layer's experts `factor` times as large: another number of rows."""
+        return ActivationGraph(
+            tuple(_scale_experts(segment, factor) if segment.layer == layer else segment for segment in self.segments)
+        )
+
+
+def cut_into_segments(
+    sites: list[Site],
+    parents: list[int],
+    inputs: list[list[int]],
+    seconds: list[float],
+    output_bytes: list[int],
+    owners: list[int],
+    value_bytes: list[int],
+    savers: list[list[int]],
+) -> ActivationGraph:
+    """Build the graph from flat lists over calls (first five) and over values (last three)."""
+    layer_of = [site.layer for site in sites]
+    calls: dict[int, list[int]] = defaultdict(list)
+    values: dict[int, list[int]] = defaultdict(list)
+    for index, layer in enumerate(layer_of):
+        calls[layer].append(index)
+    for index, owner in enumerate(owners):
+        values[layer_of[owner] if owner >= 0 else -1].append(index)
+    segments = []
+    for layer in sorted(calls.keys() | values.keys(), key=lambda layer: (layer < 0, layer)):
+        local_call = {index: number for number, index in enumerate(calls[layer])}
+        local_value = {index: number for number, index in enumerate(values[layer])}
+        segments.append(
+            Segment(
+                layer,
+                tuple(
+                    Operator(
+                        sites[index],
+                        local_call.get(parents[index], -1),
+                        tuple(local_value[value] for value in inputs[index] if value in local_value),
+                        seconds[index],
+                        output_bytes[index],
+                        sum(value_bytes[value] for value in set(inputs[index])),
+                    )
+                    for index in calls[layer]
+                ),
+                tuple(
+                    Value(
+                        local_call.get(owners[index], -1),
+                        value_bytes[index],
+                        tuple(local_call.get(saver, -1) for saver in savers[index]),
+                    )
+                    for index in values[layer]
+                ),
+            )
+        )
+    return ActivationGraph(tuple(segments))
+
+
+def _scale_experts(segment: Segment, factor: float) -> Segment:
+    is_routed = [operator.site.kind.startswith("expert") for operator in segment.operators]
+    return replace(
+        segment,
+        values=tuple(
+            replace(value, num_bytes=int(value.num_bytes * factor)) if value.owner >= 0 and is_routed[value.owner] else value
+            for value in segment.values
+        ),
+        operators=tuple(
+            replace(operator, seconds=operator.seconds * factor) if is_routed[index] else operator
+            for index, operator in enumerate(segment.operators)
+        ),
+    )

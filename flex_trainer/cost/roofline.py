@@ -1,0 +1,38 @@
+"""What a mitigation costs: a fixed overhead, then bytes over bandwidth (BaGuaLu-2, section IV-B, Figure 6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flex_trainer.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A strategy that moves or casts bytes. Below the knee `overhead_seconds * bytes_per_second` the overhead dominates."""
+
+    overhead_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """Time to free `num_bytes` and to bring them back."""
+        return self.overhead_seconds + num_bytes / self.bytes_per_second
+
+    @property
+    def knee_bytes(self) -> float:
+        """The size at which half of the peak mitigation bandwidth is reached."""
+        return self.overhead_seconds * self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine's mitigations cost. Recompute has no entry: it costs the operator's own forward time."""
+
+    offload: Roofline = Roofline(200e-6, 0.6e9)
+    quantize: Roofline = Roofline(100e-6, 1.0e9)
+    quantized_fraction: float = 0.27
+    """Bytes kept of a quantised float32 value (codes and scales); bfloat16 keeps twice that."""
+    replay_overhead_seconds: float = 60e-6
+
+    def moved(self, strategy: Strategy, num_bytes: int) -> float:
+        return (self.offload if strategy is Strategy.OFFLOAD else self.quantize).seconds(num_bytes)

@@ -1,0 +1,73 @@
+"""The memory timeline of one micro-batch: where its peak is, and how high.
+
+Forward stacks what the segments hold. Backward takes it down again, last segment first; while a segment is in backward,
+recovered values and gradients come on top. The peak is often inside backward's recovery and not at the end of forward
+(BaGuaLu-2, section IV-A, adds transients to the stack at the same place).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flex_trainer.cost.evaluate import SegmentCost
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest point of a micro-batch, in bytes above what is in use before it."""
+
+    num_bytes: int
+    held_bytes: int
+    """Held at the end of forward."""
+    segment: int
+    """Index of the segment in whose run the peak lies."""
+
+
+@dataclass(frozen=True)
+class GradientBytes:
+    """Parameter gradients per layer (key -1: outside of the layers), at the start of a micro-batch."""
+
+    pending: dict[int, int] = field(default_factory=dict)
+    """Bytes that backward will allocate and leave: gradients that do not exist yet."""
+    temporary: dict[int, int] = field(default_factory=dict)
+    """Bytes of the largest gradient that is computed apart and added to one that exists."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return sum(self.pending.values()), sum(self.temporary.values())
+
+
+class Timeline:
+    """Costs per segment in forward order (the layers, then the outside), with the peak kept up to date."""
+
+    def __init__(
+        self, costs: Sequence[SegmentCost], layers: Sequence[int], gradients: GradientBytes | None = None
+    ) -> None:
+        """`layers`: the layer of each segment, -1 for the outside (last)."""
+        gradients = gradients or GradientBytes()
+        self._held = np.array([cost.held_bytes for cost in costs], dtype=np.int64)
+        self._on_top = np.array([max(cost.backward_bytes, cost.forward_bytes) for cost in costs], dtype=np.int64)
+        # Backward runs from the last layer down: while it is in layer l, the gradients of l and above are there already.
+        pending = np.array([gradients.pending.get(layer, 0) for layer in layers], dtype=np.int64)
+        temporary = np.array([gradients.temporary.get(layer, 0) for layer in layers], dtype=np.int64)
+        self._gradients = np.cumsum(pending[::-1])[::-1] + temporary
+
+    def replace(self, segment: int, cost: SegmentCost) -> None:
+        self._held[segment] = cost.held_bytes
+        self._on_top[segment] = max(cost.backward_bytes, cost.forward_bytes)
+
+    def peak(self) -> Peak:
+        heights = self.stacked() + self._on_top + self._gradients
+        segment = int(heights.argmax())
+        return Peak(int(heights[segment]), int(self._held.sum()), segment)
+
+    def stacked(self) -> np.ndarray:
+        """Bytes held once each segment has run forward."""
+        # What lies outside of the layers (embedding, masks, head) is alive from the start: it comes last in the list
+        # and first in memory.
+        stacked = np.cumsum(self._held)
+        stacked[:-1] += self._held[-1]
+        return stacked

@@ -1,0 +1,128 @@
+"""What this machine is, and what would go wrong on it: versions, device, memory limits, launch settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from flex_trainer.launch import launch_problems
+from flex_trainer.recipe_yaml import RecipeError, read_yaml
+from flex_trainer.units import format_bytes
+
+# The versions the test suite ran with.
+TESTED_VERSIONS = {"torch": "2.13", "transformers": "5.24", "accelerate": "1.15"}
+_OTHER_PACKAGES = ("flex-trainer", "datasets", "wandb", "tensorboard", "peft", "trl")
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_NO_LIMIT_BYTES = 2**60  # cgroup v1 writes "no limit" as a huge number
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    topic: str
+    text: str
+    level: Literal["info", "ok", "note", "problem"] = "info"
+
+
+def diagnose(config: Path | None = None) -> list[Finding]:
+    """Everything there is to say. `config`: an accelerate configuration to check instead of accelerate's default one.
+
+    Raises:
+        RecipeError: `config` does not exist or is not YAML.
+    """
+    return [*_versions(), *_device(), *_memory(), *_environment(), *_launch(config)]
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name, tested in TESTED_VERSIONS.items():
+        installed = version(name)
+        is_tested = installed.startswith(f"{tested}.")
+        text = installed if is_tested else f"{installed} (tested with {tested})"
+        yield Finding(name, text, "info" if is_tested else "note")
+    for name in _OTHER_PACKAGES:
+        try:
+            yield Finding(name, version(name))
+        except PackageNotFoundError:
+            yield Finding(name, "not installed")
+
+
+def _device() -> Iterator[Finding]:
+    import torch
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            yield Finding(f"GPU {index}", f"{name}, {format_bytes(free_bytes)} free of {format_bytes(total_bytes)}")
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            yield Finding("bfloat16", "this GPU has no native bfloat16: bf16: true runs emulated and slow", "note")
+        return
+    yield Finding("device", f"CPU, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    if shutil.which("nvidia-smi") and torch.version.cuda is None:
+        yield Finding(
+            "device", "nvidia-smi is here but torch is a CPU build: install a CUDA build to use it", "problem"
+        )
+
+
+def _memory() -> Iterator[Finding]:
+    import psutil
+
+    yield Finding("process", f"{format_bytes(psutil.Process().memory_info().rss)} resident now")
+    machine = psutil.virtual_memory()
+    yield Finding("machine", f"{format_bytes(machine.available)} available of {format_bytes(machine.total)}")
+    limits = [machine.total]
+    if sys.platform != "win32":
+        import resource
+
+        for name, limit in (("RLIMIT_DATA", resource.RLIMIT_DATA), ("RLIMIT_AS", resource.RLIMIT_AS)):
+            soft = resource.getrlimit(limit)[0]
+            unlimited = soft == resource.RLIM_INFINITY
+            yield Finding(name, "unlimited" if unlimited else format_bytes(soft))
+            if not unlimited:
+                limits.append(soft)
+    cgroup = cgroup_limit_bytes()
+    yield Finding("cgroup", "no memory limit" if cgroup is None else format_bytes(cgroup))
+    if cgroup is not None:
+        limits.append(cgroup)
+    if min(limits) < machine.total:
+        yield Finding("memory", f"the lowest limit on a process here is {format_bytes(min(limits))}", "note")
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The memory limit of this process's container or service; None without one."""
+    for path in map(Path, _CGROUP_LIMITS):
+        if path.is_file():
+            text = path.read_text().strip()
+            if text != "max" and int(text) < _NO_LIMIT_BYTES:
+                return int(text)
+    return None
+
+
+def _environment() -> Iterator[Finding]:
+    for name in sorted(os.environ):
+        if name.startswith("ACCELERATE_"):
+            yield Finding("environment", f"{name}={os.environ[name]} overrides what a recipe or its file says", "note")
+
+
+def _launch(config: Path | None) -> Iterator[Finding]:
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = config or Path(default_config_file)
+    if config is None and not path.is_file():
+        yield Finding("accelerate", f"no default configuration at {path}; recipes bring their own", "ok")
+        return
+    if not path.is_file():
+        raise RecipeError(f"accelerate configuration {str(path)!r} does not exist")
+    problems = list(launch_problems(read_yaml(path)))
+    yield Finding("accelerate", str(path), "info" if problems else "ok")
+    for problem in problems:
+        yield Finding("", problem, "problem")

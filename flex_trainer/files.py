@@ -1,0 +1,37 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str, what: str = "the file") -> Path:
+    """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
+
+    Args:
+        path: missing directories above it are made.
+        what: the content's name in the error message.
+
+    Raises:
+        ValueError: the file cannot be written (no permission, not a directory, a full disk).
+    """
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same directory: os.replace is atomic within one file system only.
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp keeps a file to its owner
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise ValueError(
+            f"{what} cannot be written to {str(path)!r}: {reason}; "
+            "choose a path in a writable directory with free space"
+        ) from error
+    return path

@@ -1,0 +1,177 @@
+"""Memory in use, on the device that holds the activations, each kind under its own name.
+
+CPU    *process*: resident memory of this process. Where a hard limit on the process's data (RLIMIT_DATA) is nearer than the
+       memory limit, that one counts.
+CUDA   *allocated*: bytes in torch's tensors; *reserved*: what torch's allocator holds; *device*: what all processes use of
+       the card. Plans are made in allocated bytes; the room that fragmentation takes (reserved - allocated) is left free.
+
+Shared counters (CUDA's peak, the kernel's high-water mark) are read, never reset: they may belong to somebody else's
+measurement. A peak inside a window is therefore the counter's value where it rose in the window, else the highest sample.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+from flex_trainer.process_memory import process_memory
+
+
+class MemoryMeter(Protocol):
+    """Reads memory in use. A window spans one micro-batch; samples inside it are cheap."""
+
+    def total_bytes(self) -> int:
+        """What "auto" takes as the limit: all that this process may use of the device."""
+        ...
+
+    def in_use_bytes(self) -> int:
+        """Memory in use now, as plans count it."""
+        ...
+
+    def left_bytes(self, limit_bytes: int) -> int:
+        """How much more may be used under the limit, and under any harder one."""
+        ...
+
+    def start_window(self) -> None: ...
+
+    def sample(self) -> None:
+        """Note memory in use now."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Highest memory in use since the window started."""
+        ...
+
+    def now(self) -> dict[str, int]:
+        """Memory in use now, by name."""
+        ...
+
+
+def meter_for(device: torch.device) -> MemoryMeter:
+    """The meter of a device type.
+
+    Raises:
+        ValueError: neither CPU nor CUDA.
+    """
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type == "cpu":
+        return ProcessMeter()
+    raise ValueError(f"FlexTrainer can measure memory on cpu and cuda devices, not on {device.type!r}")
+
+
+_AUTO_SHARE = 0.9
+"""Share of the free memory that "auto" takes: the rest is for what the process allocates outside of its tensors."""
+
+
+class ProcessMeter:
+    """Memory of this process, for models on the CPU."""
+
+    def __init__(self) -> None:
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._statm = _open_statm()
+        self._window_high_water = 0
+        self._window_peak = 0
+
+    def total_bytes(self) -> int:
+        in_use = self.in_use_bytes()
+        free = [psutil.virtual_memory().available, *_cgroup_free_bytes(), *self._data_limit_left()]
+        return in_use + int(_AUTO_SHARE * max(min(free), 0))
+
+    def in_use_bytes(self) -> int:
+        return self._read()[0]
+
+    def left_bytes(self, limit_bytes: int) -> int:
+        return min([limit_bytes - self.in_use_bytes(), *self._data_limit_left()])
+
+    def start_window(self) -> None:
+        self._window_high_water = process_memory().peak_rss_bytes
+        self._window_peak = self.in_use_bytes()
+
+    def sample(self) -> None:
+        self._window_peak = max(self._window_peak, self.in_use_bytes())
+
+    def peak_bytes(self) -> int:
+        self.sample()
+        high_water = process_memory().peak_rss_bytes
+        return high_water if high_water > self._window_high_water else self._window_peak
+
+    def now(self) -> dict[str, int]:
+        return {"process": self.in_use_bytes()}
+
+    def _data_limit_left(self) -> list[int]:
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        return [] if limit == resource.RLIM_INFINITY else [limit - self._read()[1]]
+
+    def _read(self) -> tuple[int, int]:
+        """Resident and data bytes."""
+        if self._statm is None:
+            rss = psutil.Process().memory_info().rss
+            return rss, rss
+        fields = os.pread(self._statm, 256, 0).split()
+        return int(fields[1]) * self._page_bytes, int(fields[5]) * self._page_bytes
+
+    def __del__(self) -> None:
+        if self._statm is not None:
+            os.close(self._statm)
+
+
+class CudaMeter:
+    """Memory of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._window_counter = 0
+        self._window_peak = 0
+
+    def total_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return torch.cuda.memory_reserved(self._device) + int(_AUTO_SHARE * free)
+
+    def in_use_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def left_bytes(self, limit_bytes: int) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)
+        allocated = self.in_use_bytes()
+        return min(limit_bytes - allocated, free + reserved - allocated)
+
+    def start_window(self) -> None:
+        self._window_counter = torch.cuda.max_memory_allocated(self._device)
+        self._window_peak = self.in_use_bytes()
+
+    def sample(self) -> None:
+        # Reading the allocator's statistics costs more than many operators; its own peak counter sees everything.
+        pass
+
+    def peak_bytes(self) -> int:
+        counter = torch.cuda.max_memory_allocated(self._device)
+        return counter if counter > self._window_counter else max(self._window_peak, self.in_use_bytes())
+
+    def now(self) -> dict[str, int]:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return {
+            "allocated": torch.cuda.memory_allocated(self._device),
+            "reserved": torch.cuda.memory_reserved(self._device),
+            "device": total - free,
+        }
+
+
+def _open_statm() -> int | None:
+    path = "/proc/self/statm"
+    return os.open(path, os.O_RDONLY) if os.path.exists(path) else None
+
+
+def _cgroup_free_bytes() -> list[int]:
+    """What the control group of this process still allows (version 2), if it limits at all."""
+    limit_file, usage_file = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not limit_file.exists() or not usage_file.exists():
+        return []
+    limit = limit_file.read_text().strip()
+    return [] if limit == "max" else [int(limit) - int(usage_file.read_text())]

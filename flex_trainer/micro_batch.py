@@ -1,0 +1,92 @@
+"""One micro-batch in flight: the plan it runs under, what was counted, and the record it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.scope import Choices, Scope
+from flex_trainer.cost.profile import BatchShape
+from flex_trainer.planner.plan import Plan
+from flex_trainer.records import MicroBatchRecord
+from flex_trainer.strategy import Site, Strategy
+
+
+@dataclass
+class MicroBatch:
+    """Grows from `begin` to `record`; strategies may change for operators that have not run yet."""
+
+    shape: BatchShape
+    choices: Choices
+    plan: Plan | None
+    """None for a micro-batch that profiles operators never seen before."""
+    baseline_bytes: int
+    available_bytes: int
+    """What the limit leaves above the baseline, after the correction for what the model misses."""
+    budget_bytes: int
+    plan_seconds: float = 0.0
+    number: int = 0
+    step: int = 0
+    started: float = 0.0
+    num_replans: int = 0
+    predicted_peak_bytes: int = 0
+    routed_rows: dict[str, int] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    scope: Scope | None = None
+    actual_bytes: int = 0
+    _counts: list[torch.Tensor] = field(default_factory=list)
+
+    def strategy(self, site: Site) -> Strategy:
+        return self.choices.strategy(site)
+
+    def note_routing(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
+        """Count the tokens of each expert; the counts stay on the device until the record is made."""
+        self.routed_rows[site.name] = top_k_index.numel()
+        with torch.no_grad():
+            counts = torch.bincount(top_k_index.reshape(-1), minlength=max(num_experts, 1))
+            self._counts.append(counts[:num_experts] if num_experts else counts)
+
+    def end_forward(self) -> None:
+        self.actual_bytes = self.ledger.held_bytes
+
+    @property
+    def is_backward_done(self) -> bool:
+        return self.scope is not None and self.scope.was_used
+
+    @property
+    def is_abandoned(self) -> bool:
+        """No backward came, and nothing is left for one."""
+        return not self.is_backward_done and self.ledger.held_bytes == 0
+
+    def record(self, limit_bytes: int, peak_bytes: int, ended: float) -> MicroBatchRecord:
+        plan = self.plan
+        demand_bytes = self.ledger.demand_bytes
+        return MicroBatchRecord(
+            step=self.step,
+            micro_batch=self.number,
+            num_tokens=self.shape.num_tokens,
+            imbalance=self._imbalance(),
+            budget_bytes=self.budget_bytes,
+            predicted_bytes=plan.predicted_bytes if plan is not None else 0,
+            actual_bytes=self.actual_bytes,
+            freed_bytes=dict(self.ledger.freed_bytes),
+            plan_ms=self.plan_seconds * 1e3,
+            is_spike=demand_bytes > self.budget_bytes,
+            demand_bytes=demand_bytes,
+            limit_bytes=limit_bytes,
+            baseline_bytes=self.baseline_bytes,
+            predicted_peak_bytes=self.predicted_peak_bytes,
+            peak_bytes=peak_bytes,
+            step_ms=(ended - self.started) * 1e3,
+            num_replans=self.num_replans,
+            is_profile=plan is None,
+        )
+
+    def _imbalance(self) -> float:
+        """Largest over layers of most tokens of one expert / mean tokens; one transfer for all layers."""
+        if not self._counts:
+            return 1.0
+        worst = torch.stack([counts.max() / counts.float().mean().clamp(min=1e-9) for counts in self._counts]).max()
+        return float(worst)

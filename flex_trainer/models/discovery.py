@@ -1,0 +1,170 @@
+"""Finds the operators of an unmodified Hugging Face model.
+
+Nothing here knows a class name of a family. Decoder layers are the `GradientCheckpointingLayer`s that transformers makes of
+them; expert blocks are what the model's own expert-parallel plan sends to `ep_dispatch_experts`, and what carries the
+experts interface; routers are the small matrices beside the experts; the rest follows from the module tree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from flex_trainer.strategy import Site
+
+_ATTENTION_NAME = re.compile(r"attn|attention|mixer|mamba|conv|delta|linear_att", re.IGNORECASE)
+_ROUTER_NAME = re.compile(r"^(gate|router|topk_router)$|router", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A module and the site that stands for it."""
+
+    module: nn.Module
+    site: Site
+
+
+@dataclass(frozen=True)
+class ModelMap:
+    """All operators of a model."""
+
+    operators: tuple[Operator, ...]
+    layers: tuple[Operator, ...]
+    experts: tuple[Operator, ...]
+    num_moe_layers: int
+
+
+def discover(model: nn.Module) -> ModelMap:
+    """List the operators and blocks of `model`, outermost first within a layer.
+
+    Raises:
+        ValueError: the model has no decoder layers.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    layers = [module for module in names if isinstance(module, GradientCheckpointingLayer)] or _no_split_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no decoder layers: none of its modules is a transformers GradientCheckpointingLayer "
+            f"and none is named in _no_split_modules. FlexTrainer manages the activations of such layers; use transformers' "
+            "Trainer for this model."
+        )
+    experts = set(find_experts(model))
+    walk = _Walk(names, experts)
+    for index, layer in enumerate(layers):
+        walk.layer(layer, index)
+    walk.outside(model)
+    operators = tuple(walk.found)
+    found_experts = tuple(operator for operator in operators if operator.site.kind == "experts")
+    return ModelMap(
+        operators=operators,
+        layers=tuple(operator for operator in operators if operator.site.kind == "layer"),
+        experts=found_experts,
+        num_moe_layers=len({operator.site.layer for operator in found_experts}),
+    )
+
+
+def find_experts(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that compute all experts of a layer: from the expert-parallel plan and from the experts interface."""
+    plan = dict(getattr(model, "ep_plan", None) or {})
+    patterns = [
+        re.compile(r"(^|\.)" + re.escape(key).replace(r"\*", r"\d+") + "$")
+        for key, style in plan.items()
+        if style == "ep_dispatch_experts"
+    ]
+    for name, module in model.named_modules():
+        # The decorator use_experts_implementation leaves these two on every experts class.
+        has_interface = hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
+        if has_interface or any(pattern.search(name) for pattern in patterns):
+            yield module
+
+
+def _no_split_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers by the names that the model itself gives as units of placement (models outside of transformers)."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in classes]
+
+
+class _Walk:
+    """One pass over the module tree that collects operators."""
+
+    def __init__(self, names: dict[nn.Module, str], experts: set[nn.Module]) -> None:
+        self.found: list[Operator] = []
+        self._names = names
+        self._experts = experts
+        self._seen: set[nn.Module] = set()
+
+    def layer(self, layer: nn.Module, index: int) -> None:
+        self._add(layer, "layer", index, is_block=True, is_replayable=False)
+        for name, child in layer.named_children():
+            self._part(name, child, index)
+
+    def outside(self, model: nn.Module) -> None:
+        """The final norm and the output head."""
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        for module in self._names:
+            if module not in self._seen and _is_norm(module) and self._is_beside_layers(module):
+                self._add(module, "final_norm", -1)
+        if head is not None and head not in self._seen:
+            self._add(head, "lm_head", -1)
+
+    def _is_beside_layers(self, module: nn.Module) -> bool:
+        """Whether the module's parent also holds the list of decoder layers."""
+        prefix = self._names[module].rpartition(".")[0]
+        parents = {self._names[found.module].rsplit(".", 2)[0] for found in self.found if found.site.kind == "layer"}
+        return prefix in parents
+
+    def _part(self, name: str, module: nn.Module, layer: int) -> None:
+        """A child of a decoder layer."""
+        if any(part in self._experts for part in module.modules()):
+            self._moe(module, layer)
+        elif _is_norm(module):
+            self._add(module, "norm", layer)
+        elif _ATTENTION_NAME.search(name) or "Attention" in type(module).__name__:
+            self._block(module, "attention", layer)
+        elif any(True for _ in module.children()) and any(True for _ in module.parameters()):
+            self._block(module, "mlp", layer)
+        elif any(True for _ in module.parameters()):
+            self._add(module, "linear", layer)
+
+    def _moe(self, module: nn.Module, layer: int) -> None:
+        """A Mixture-of-Experts block: experts, router, and what else stands beside them."""
+        if module in self._experts:
+            self._add(module, "experts", layer, is_block=True)
+            return
+        for name, child in module.named_children():
+            if any(part in self._experts for part in child.modules()):
+                self._moe(child, layer)
+            elif _ROUTER_NAME.search(name) and "shared" not in name:
+                self._add(child, "router", layer, is_replayable=False)
+            elif _is_norm(child):
+                self._add(child, "norm", layer)
+            elif any(True for _ in child.children()):
+                self._block(child, "shared_experts", layer)
+            elif any(True for _ in child.parameters()):
+                self._add(child, "linear", layer)
+
+    def _block(self, module: nn.Module, kind: str, layer: int) -> None:
+        """A block and the operators that are its children."""
+        self._add(module, kind, layer, is_block=True)
+        for name, child in module.named_children():
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or not any(True for _ in child.parameters()):
+                if name.startswith("act"):
+                    self._add(child, "activation", layer)
+                continue
+            self._add(child, "norm" if _is_norm(child) else "linear", layer)
+
+    def _add(
+        self, module: nn.Module, kind: str, layer: int, *, is_block: bool = False, is_replayable: bool = True
+    ) -> None:
+        if module in self._seen:  # a module shared between layers keeps its first site
+            return
+        self._seen.add(module)
+        self.found.append(Operator(module, Site(self._names[module], kind, layer, is_block, is_replayable)))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and not any(True for _ in module.children())

@@ -1,0 +1,213 @@
+"""Puts the engine between a model and its operators, and takes it out again.
+
+A module's `forward` is replaced on the instance (whatever was there is called, so earlier replacements keep working). The
+attention core and the experts are functions that modules look up in transformers' registries at every call; the lookup is
+wrapped on the registry instance while any model is instrumented.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flex_trainer.activations.context import current_scope
+from flex_trainer.models.discovery import ModelMap, Operator
+from flex_trainer.models.experts import ExpertSites, split_experts_forward
+from flex_trainer.strategy import Site
+
+OnRouted = Callable[[Site, torch.Tensor, int], None]
+"""Called before a layer's experts run: their site, the top-k indices (N, K), the number of experts."""
+
+
+class Instrumentation:
+    """The engine's hold on one model; `remove()` restores everything."""
+
+    def __init__(self, model: nn.Module, model_map: ModelMap, on_routed: OnRouted) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._experts = {operator.module: operator.site for operator in model_map.experts}
+        for operator in model_map.operators:
+            if operator.site.kind == "experts":
+                self._replace_forward(operator.module, self._experts_forward(operator, on_routed))
+            elif operator.site.is_block:
+                self._replace_forward(operator.module, _block_forward(operator))
+            else:
+                self._replace_forward(operator.module, _operator_forward(operator))
+        attention_sites = {
+            operator.module: Site(f"{operator.site.name}.core", "attention_core", operator.site.layer)
+            for operator in model_map.operators
+            if operator.site.kind == "attention"
+        }
+        expert_sites = {module: ExpertSites.of(site) for module, site in self._experts.items()}
+        self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
+        self._wrap_loss(model)
+
+    def remove(self) -> None:
+        """Give the model and the registries back as they were."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        had_own = "forward" in vars(module)
+        original = module.forward
+        module.forward = functools.wraps(original)(make(original))
+
+        def undo() -> None:
+            if had_own:
+                module.forward = original
+            else:
+                del module.forward
+
+        self._undo.append(undo)
+
+    def _experts_forward(self, operator: Operator, on_routed: OnRouted) -> Callable[..., Callable[..., Any]]:
+        site, module = operator.site, operator.module
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                scope = current_scope()
+                if scope is None:
+                    return original(*args, **kwargs)
+                top_k_index = _top_k_index(args, kwargs)
+                if top_k_index is not None:
+                    on_routed(site, top_k_index, int(getattr(module, "num_experts", 0) or 0))
+                return scope.run(site, original, *args, **kwargs)
+
+            return forward
+
+        return make
+
+    def _wrap_loss(self, model: nn.Module) -> None:
+        """Make the loss function an operator, where the model has one to set."""
+        original = getattr(model, "loss_function", None)
+        if original is None or not callable(original):
+            return
+        had_own = "_loss_function" in vars(model)
+        site = Site("loss", "loss", -1)
+
+        def loss_function(*args: Any, **kwargs: Any) -> Any:
+            scope = current_scope()
+            return original(*args, **kwargs) if scope is None else scope.run(site, original, *args, **kwargs)
+
+        model.loss_function = loss_function
+
+        def undo() -> None:
+            if had_own:
+                model._loss_function = original
+            else:
+                del model._loss_function
+
+        self._undo.append(undo)
+
+
+def _operator_forward(operator: Operator) -> Callable[..., Callable[..., Any]]:
+    site = operator.site
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            scope = current_scope()
+            return original(*args, **kwargs) if scope is None else scope.run(site, original, *args, **kwargs)
+
+        return forward
+
+    return make
+
+
+def _block_forward(operator: Operator) -> Callable[..., Callable[..., Any]]:
+    """As an operator's, but a block that writes into a cache is not replayed: the cache would be written twice."""
+    site = operator.site
+    fixed = Site(site.name, site.kind, site.layer, site.is_block, is_replayable=False)
+    is_layer = site.kind == "layer"
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            scope = current_scope()
+            if scope is None:
+                return original(*args, **kwargs)
+            has_cache = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+            result = scope.run(fixed if has_cache else site, original, *args, **kwargs)
+            if is_layer:
+                scope.sweep()
+            return result
+
+        return forward
+
+    return make
+
+
+def _top_k_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The routing decision among the arguments of an experts module: the integer (N, K) tensor."""
+    candidates = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return next((t for t in candidates if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool), None)
+
+
+class _Registries:
+    """Wraps the two registries' lookups while any model is instrumented."""
+
+    def __init__(self) -> None:
+        self._attention: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+        self._experts: weakref.WeakKeyDictionary[nn.Module, ExpertSites] = weakref.WeakKeyDictionary()
+        self._num_models = 0
+
+    def add(
+        self, attention: dict[nn.Module, Site], experts: dict[nn.Module, ExpertSites]
+    ) -> Callable[[], None]:
+        self._attention.update(attention)
+        self._experts.update(experts)
+        self._num_models += 1
+        if self._num_models == 1:
+            ALL_ATTENTION_FUNCTIONS.get_interface = self._get_attention
+            ALL_EXPERTS_FUNCTIONS.get_interface = self._get_experts
+
+        def remove() -> None:
+            for module in attention:
+                self._attention.pop(module, None)
+            for module in experts:
+                self._experts.pop(module, None)
+            self._num_models -= 1
+            if self._num_models == 0:
+                del ALL_ATTENTION_FUNCTIONS.get_interface
+                del ALL_EXPERTS_FUNCTIONS.get_interface
+
+        return remove
+
+    def _get_attention(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = type(ALL_ATTENTION_FUNCTIONS).get_interface(ALL_ATTENTION_FUNCTIONS, attn_implementation, default)
+
+        def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            scope, site = current_scope(), self._attention.get(module)
+            if scope is None or site is None:
+                return function(module, *args, **kwargs)
+            return scope.run(site, functools.partial(function, module), *args, **kwargs)
+
+        return attention
+
+    def _get_experts(self, experts_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = type(ALL_EXPERTS_FUNCTIONS).get_interface(ALL_EXPERTS_FUNCTIONS, experts_implementation, default)
+        if experts_implementation != "grouped_mm":
+            return function
+
+        def experts(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            sites = self._experts.get(module)
+            if sites is None:
+                return function(module, *args, **kwargs)
+            # Also without a scope: a replay has to take the very steps of the first run.
+            scope = current_scope()
+            run = _run_plainly if scope is None else scope.run
+            return split_experts_forward(module, sites, run, *args, **kwargs)
+
+        return experts
+
+
+def _run_plainly(site: Site, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+_REGISTRIES = _Registries()

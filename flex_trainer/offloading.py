@@ -1,0 +1,101 @@
+"""Which lower tier this run has, made when the first value is offloaded."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import torch
+
+from flex_trainer.activations.file_tier import FileTier
+from flex_trainer.activations.offload import OffloadStore, Tier, flat_bytes
+from flex_trainer.activations.pinned_tier import PinnedTier
+from flex_trainer.activations.quantize import dequantize_rows, quantize_rows
+from flex_trainer.config import FlexConfig
+from flex_trainer.cost.roofline import Rates, Roofline
+
+_HOST_SHARE = 0.5
+"""Share of the host memory free at the start that pinned buffers may take."""
+_PROBE_BYTES = 2**20, 2**23
+
+
+class OffloadService:
+    """Makes the tier and measures what moving bytes costs here.
+
+    Raises:
+        ValueError: the offload directory cannot be used (checked at once, not at the first spike).
+    """
+
+    def __init__(self, config: FlexConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._store: OffloadStore | None = None
+        self._rates: Rates | None = None
+        if "offload" in config.strategies:
+            self._store = OffloadStore(self._make_tier())
+
+    @property
+    def is_available(self) -> bool:
+        return self._store is not None and self._store.failure is None
+
+    def store(self) -> OffloadStore:
+        assert self._store is not None, "only runs with the strategy offload ask for the store"
+        return self._store
+
+    def settle(self) -> None:
+        """Wait for the copies in flight; forget values that died."""
+        if self._store is not None:
+            self._store.settle()
+            self._store.forget_dead()
+
+    def rates(self) -> Rates:
+        """What this machine's mitigations cost, measured once (two sizes each, a few tens of milliseconds)."""
+        if self._rates is None:
+            offload = _fit(self._time_offload) if self.is_available else Rates().offload
+            quantize = _fit(self._time_quantize) if "quantize" in self._config.strategies else Rates().quantize
+            self._rates = Rates(offload=offload, quantize=quantize)
+        return self._rates
+
+    def _make_tier(self) -> Tier:
+        directory = self._config.offload_directory
+        if self._device.type == "cuda" and directory is None:
+            return PinnedTier(self._device, int(_HOST_SHARE * psutil.virtual_memory().available))
+        if self._device.type == "cuda":
+            raise ValueError(
+                f"offload_to={self._config.offload_to!r} is a directory, which only a CPU device can offload to so far; "
+                "use offload_to='host' on CUDA"
+            )
+        return FileTier(directory)
+
+    def _time_offload(self, num_bytes: int) -> float:
+        tier = self.store().tier
+        source = torch.ones(num_bytes // 4, device=self._device)
+        start = time.perf_counter()
+        place, copy = tier.write(flat_bytes(source.untyped_storage(), source.device))
+        copy.wait()
+        back = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        tier.read(place, back).wait()
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        tier.free(place)
+        return seconds
+
+    def _time_quantize(self, num_bytes: int) -> float:
+        rows = torch.ones(num_bytes // 4 // 256, 256, device=self._device)
+        start = time.perf_counter()
+        dequantize_rows(*quantize_rows(rows, getattr(torch, self._config.quantize_dtype)))
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _fit(seconds_for) -> Roofline:  # noqa: ANN001 - Callable[[int], float]
+    """Overhead and bandwidth from the best of three times at two sizes."""
+    small, large = _PROBE_BYTES
+    seconds_for(small)  # the first use of a path is never typical
+    small_seconds, large_seconds = (min(seconds_for(size) for _ in range(3)) for size in (small, large))
+    bandwidth = (large - small) / max(large_seconds - small_seconds, 1e-6)
+    return Roofline(max(small_seconds - small / bandwidth, 20e-6), bandwidth)

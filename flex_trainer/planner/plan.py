@@ -1,0 +1,46 @@
+"""A plan: the strategy of every operator for one micro-batch, with what it was predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flex_trainer.strategy import Site, Strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Strategies by site name (absent: keep). All sizes in bytes above what is in use before the micro-batch."""
+
+    strategies: Mapping[str, Strategy] = field(default_factory=dict)
+    predicted_bytes: int = 0
+    """Activation bytes held at the end of forward."""
+    peak_bytes: int = 0
+    """Highest point over forward and backward."""
+    demand_bytes: int = 0
+    """What keeping everything would hold at the end of forward."""
+    demand_peak_bytes: int = 0
+    added_seconds: float = 0.0
+    minimum_bytes: int = 0
+    """The least any plan for this micro-batch holds at the end of forward: M0 of Algorithm 1."""
+    held_by_layer: tuple[int, ...] = ()
+    """Predicted bytes held once layer l has run, for every layer l."""
+    fits: bool = True
+
+    def strategy(self, site: Site) -> Strategy:
+        return self.strategies.get(site.name, Strategy.KEEP)
+
+
+    def held_until(self, layer: int) -> int:
+        """Most bytes predicted to be held while layer `layer` runs."""
+        return self.held_by_layer[layer] if 0 <= layer < len(self.held_by_layer) else self.predicted_bytes
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """One strategy for everything: the plan of a micro-batch nothing is known about."""
+
+    everywhere: Strategy
+
+    def strategy(self, site: Site) -> Strategy:
+        return self.everywhere

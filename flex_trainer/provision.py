@@ -1,0 +1,262 @@
+"""Budget and plan of each micro-batch, from what the profile knows and what was measured.
+
+The cost model knows sizes exactly and transients roughly. What it misses (workspace of kernels, allocator rounding) is
+learnt as the ratio of measured to predicted peak, and taken off what may be planned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from pathlib import Path
+
+from torch import nn
+
+from flex_trainer.config import FlexConfig, amount_bytes
+from flex_trainer.cost.graph import ActivationGraph
+from flex_trainer.cost.profile import BatchShape, Profile
+from flex_trainer.cost.timeline import GradientBytes
+from flex_trainer.gradients import Gradients
+from flex_trainer.meter import MemoryMeter
+from flex_trainer.micro_batch import MicroBatch
+from flex_trainer.models.discovery import ModelMap
+from flex_trainer.offloading import OffloadService
+from flex_trainer.planner.budget import BudgetAllocator
+from flex_trainer.planner.mitigation import MitigationPlanner
+from flex_trainer.planner.plan import Plan, Uniform
+from flex_trainer.strategy import Site, Strategy
+from flex_trainer.units import format_bytes
+
+_BUDGET_STEPS = 256
+"""Budgets are discretised (rounded down) to this many steps of the limit, so that plans are found in the cache."""
+_MAX_CACHED_PLANS = 512
+_MAX_PLANNERS = 32
+_TOLERANCE = 1.05
+"""A micro-batch whose least predicted peak is over the limit by less than this still runs: the model may be wrong."""
+_REPLAN_SHARE = 0.005
+"""More held than predicted by this share of the limit: time to re-plan."""
+_AUTO_RESERVE = 0.015
+"""Share of the limit that transient_reserve "auto" keeps free, beside the transients that are modelled."""
+_BY_EFFECT = [Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE]
+
+
+class MemoryLimitError(ValueError):
+    """The memory limit is below what the least demanding way to run needs."""
+
+
+class Provisioner:
+    """Decides what a micro-batch may hold, and how."""
+
+    def __init__(
+        self, config: FlexConfig, meter: MemoryMeter, offloading: OffloadService, model: nn.Module, model_map: ModelMap
+    ) -> None:
+        """
+        Raises:
+            MemoryLimitError: the limit is below what is in use before the first micro-batch.
+            ValueError: a seed profile that cannot be read, or of another model.
+        """
+        self._config = config
+        self._meter = meter
+        self._offloading = offloading
+        self.limit_bytes = config.limit_bytes(meter.total_bytes())
+        self._allocator = BudgetAllocator()
+        self._correction = Correction()
+        self._fingerprint = _fingerprint(model, model_map)
+        self._profile = self._seed_profile()
+        self._gradients = Gradients(model, model_map)
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._planners: dict[tuple[object, ...], MitigationPlanner] = {}
+        self._known_version = -1
+        self._check_start()
+
+    # The life of a micro-batch
+
+    def begin(self, shape: BatchShape) -> MicroBatch:
+        """Budget and plan of the next micro-batch.
+
+        Raises:
+            MemoryLimitError: even with everything mitigated it would be over the limit.
+        """
+        started = time.perf_counter()
+        in_use_bytes = self._meter.in_use_bytes()
+        left_bytes = self._meter.left_bytes(self.limit_bytes) - self._reserve_bytes()
+        if self._profile.knows(shape):
+            available_bytes = self._correction.apply(left_bytes)
+            gradients = self._gradients.now()
+            plan = self._plan(shape, available_bytes, gradients)
+            if not plan.fits:
+                self._check_least(shape, plan, in_use_bytes, left_bytes)
+            on_top_bytes = plan.peak_bytes - plan.predicted_bytes
+            budget_bytes = self._allocator.next(available_bytes - on_top_bytes, 0, plan.minimum_bytes)
+            micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes)
+            micro_batch.predicted_peak_bytes = in_use_bytes + self._correction.expect(plan.peak_bytes)
+        else:
+            micro_batch = MicroBatch(shape, self._unknown(), None, in_use_bytes, left_bytes, max(left_bytes, 0))
+        micro_batch.plan_seconds = time.perf_counter() - started
+        return micro_batch
+
+    def revise(self, micro_batch: MicroBatch, site: Site, num_rows: int) -> None:
+        """After a router: re-plan what has not run yet if this layer gets more rows than planned, or if more is held by
+        now than was predicted. This layer's experts come first: recomputing their whole block is always possible."""
+        plan = micro_batch.plan
+        if plan is None or micro_batch.scope is None:
+            return
+        started = time.perf_counter()
+        planned_rows = self._profile.rows(micro_batch.shape, site.name)
+        held_bytes = micro_batch.ledger.held_bytes
+        excess_bytes = held_bytes - plan.held_until(site.layer)
+        has_more_rows = planned_rows is not None and num_rows > planned_rows
+        if has_more_rows or excess_bytes > _REPLAN_SHARE * self.limit_bytes:
+            ran = {call.site.name: plan.strategy(call.site) for call in micro_batch.scope.trace.calls}
+            graph = self._profile.graph(micro_batch.shape)
+            if has_more_rows and planned_rows is not None:
+                graph = graph.with_routed_rows(site.layer, num_rows / planned_rows)
+            planner = self._planner(graph)
+            available_bytes = micro_batch.available_bytes - max(excess_bytes, 0)
+            revised = planner.plan(available_bytes, self._gradients.now(), fixed=ran)
+            micro_batch.plan = micro_batch.choices = revised
+            micro_batch.num_replans += 1
+        micro_batch.plan_seconds += time.perf_counter() - started
+
+    def commit(self, micro_batch: MicroBatch) -> None:
+        """Forward has ended: the bytes really held replace the budget in the books."""
+        self._allocator.commit(micro_batch.number, micro_batch.actual_bytes)
+
+    def learn(self, micro_batch: MicroBatch, peak_bytes: int) -> None:
+        """Backward has ended: learn sizes, times, and how far off the predicted peak was.
+
+        Raises:
+            MemoryLimitError: the first micro-batch of its kind, with everything recomputed, was over the limit.
+        """
+        assert micro_batch.scope is not None
+        self._allocator.release(micro_batch.number)
+        self._profile.observe(micro_batch.shape, micro_batch.scope.trace, micro_batch.routed_rows)
+        above_bytes = peak_bytes - micro_batch.baseline_bytes
+        if micro_batch.plan is not None:
+            self._correction.observe(micro_batch.plan.peak_bytes, above_bytes)
+        elif peak_bytes > self.limit_bytes and self._config.strategies:
+            raise MemoryLimitError(
+                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low: a micro-batch of "
+                f"{micro_batch.shape.num_tokens} tokens with everything mitigated needs {format_bytes(peak_bytes)}, of which "
+                f"{format_bytes(micro_batch.baseline_bytes)} were in use before it. Raise memory_limit, or use a smaller "
+                "per-device batch or shorter sequences."
+            )
+
+    def forget(self, micro_batch: MicroBatch) -> None:
+        """The micro-batch had no backward and its values are gone."""
+        self._allocator.release(micro_batch.number)
+
+    def save_profile(self) -> None:
+        """Write the seed profile, where one is configured and anything was learnt."""
+        if self._config.seed_profile is not None and self._profile.version > 0:
+            self._profile.save(Path(self._config.seed_profile), self._fingerprint)
+
+    # Plans
+
+    def _plan(self, shape: BatchShape, available_bytes: int, gradients: GradientBytes) -> Plan:
+        if self._known_version != self._profile.version or self._strategies() != self._planned_with:
+            self._plans.clear()
+            self._planners.clear()
+            self._known_version = self._profile.version
+            self._planned_with = self._strategies()
+        step = max(self.limit_bytes // _BUDGET_STEPS, 1)
+        available_bytes = available_bytes // step * step
+        key = (shape, available_bytes, gradients.key)
+        plan = self._plans.get(key)
+        if plan is None:
+            planner = self._planners.get((shape,))
+            if planner is None:
+                planner = self._planners[(shape,)] = self._planner(self._profile.graph(shape))
+            if len(self._plans) >= _MAX_CACHED_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            if len(self._planners) > _MAX_PLANNERS:
+                self._planners.pop(next(iter(self._planners)))
+            plan = self._plans[key] = planner.plan(available_bytes, gradients)
+        return plan
+
+    def _planner(self, graph: ActivationGraph) -> MitigationPlanner:
+        return MitigationPlanner(
+            graph,
+            self._strategies(),
+            self._offloading.rates(),
+            largest_first=self._config.planner == "largest_first",
+        )
+
+    def _strategies(self) -> tuple[Strategy, ...]:
+        names = [name for name in self._config.strategies if name != "offload" or self._offloading.is_available]
+        return tuple(Strategy(name) for name in names)
+
+    def _unknown(self) -> Uniform:
+        """For a micro-batch nothing is known about: the one mitigation that frees most, everywhere."""
+        return Uniform(next(iter(sorted(self._strategies(), key=_BY_EFFECT.index)), Strategy.KEEP))
+
+    def _reserve_bytes(self) -> int:
+        reserve = self._config.transient_reserve
+        return int(_AUTO_RESERVE * self.limit_bytes) if reserve == "auto" else amount_bytes(reserve, self.limit_bytes)
+
+    def _seed_profile(self) -> Profile:
+        path = self._config.seed_profile
+        if path is None or not Path(path).exists():
+            return Profile()
+        return Profile.load(Path(path), self._fingerprint)
+
+    # Limits that cannot be met
+
+    def _check_start(self) -> None:
+        in_use_bytes = self._meter.in_use_bytes()
+        if in_use_bytes >= self.limit_bytes:
+            raise MemoryLimitError(
+                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is below the "
+                f"{format_bytes(in_use_bytes)} in use before the first micro-batch (weights and all else in the process). "
+                "Raise memory_limit, or use a smaller model."
+            )
+
+    def _check_least(self, shape: BatchShape, plan: Plan, in_use_bytes: int, left_bytes: int) -> None:
+        least_bytes = self._correction.expect(plan.peak_bytes)
+        if least_bytes > _TOLERANCE * max(left_bytes, 1):
+            raise MemoryLimitError(
+                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low for a micro-batch "
+                f"of {shape.batch_size} x {shape.sequence_length} tokens: with strategies "
+                f"{', '.join(self._config.strategies) or 'none'} it needs about {format_bytes(in_use_bytes + least_bytes)}, "
+                f"of which {format_bytes(in_use_bytes)} are in use before it. Raise memory_limit, allow more strategies, or "
+                "use a smaller per-device batch or shorter sequences."
+            )
+
+
+class Correction:
+    """How far measured peaks lie from predicted ones: a factor on the bytes above the baseline."""
+
+    _FIRST_GUESS = 1.10
+    _REMEMBERED = 32
+    _LOWEST = 0.5
+
+    def __init__(self) -> None:
+        self._ratios: deque[tuple[int, float]] = deque(maxlen=self._REMEMBERED)  # (predicted bytes, measured / predicted)
+
+    def observe(self, predicted_bytes: int, measured_bytes: int) -> None:
+        if predicted_bytes > 0:
+            self._ratios.append((predicted_bytes, measured_bytes / predicted_bytes))
+
+    @property
+    def factor(self) -> float:
+        """The largest ratio seen lately, among peaks of the size that matters: small ones are mostly constant costs."""
+        if not self._ratios:
+            return self._FIRST_GUESS
+        largest = max(predicted for predicted, _ in self._ratios)
+        return max(max(ratio for predicted, ratio in self._ratios if predicted >= largest / 2), self._LOWEST)
+
+    def apply(self, left_bytes: int) -> int:
+        """What may be planned when `left_bytes` are really left."""
+        return int(left_bytes / self.factor)
+
+    def expect(self, planned_bytes: int) -> int:
+        """What a peak planned at `planned_bytes` will really be."""
+        return int(planned_bytes * self.factor)
+
+
+def _fingerprint(model: nn.Module, model_map: ModelMap) -> str:
+    """Says whether a profile belongs to this model: classes, sites and parameter shapes."""
+    facts = [type(model).__name__, *(operator.site.name for operator in model_map.operators)]
+    facts += [f"{name}:{tuple(parameter.shape)}:{parameter.dtype}" for name, parameter in model.named_parameters()]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

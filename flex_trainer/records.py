@@ -1,0 +1,52 @@
+"""What is remembered of one micro-batch. Reports, callbacks and other tools read these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class MicroBatchRecord:
+    """One micro-batch from budget to backward. All sizes in bytes, all times in milliseconds."""
+
+    step: int
+    """Optimizer step this micro-batch belongs to, from 0."""
+    micro_batch: int
+    """Running number of the micro-batch over the whole run, from 0."""
+    num_tokens: int
+    """Tokens in the micro-batch (batch x sequence, padding included)."""
+    imbalance: float
+    """Largest over MoE layers of: most tokens routed to one expert / mean tokens per expert. 1.0 for dense models."""
+    budget_bytes: int
+    """Activation bytes the plan was allowed to hold (Algorithm 1)."""
+    predicted_bytes: int
+    """Activation bytes the plan was predicted to hold at the end of forward."""
+    actual_bytes: int
+    """Activation bytes really held at the end of forward."""
+    freed_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes not held because of each strategy: keys recompute, offload, quantize."""
+    plan_ms: float = 0.0
+    """Time spent planning (budget, plan, re-plans)."""
+    is_spike: bool = False
+    """Whether keeping everything would have exceeded the budget."""
+    demand_bytes: int = 0
+    """Activation bytes that keeping everything would have held."""
+    limit_bytes: int = 0
+    """The memory limit in force."""
+    baseline_bytes: int = 0
+    """Memory in use before forward (weights, gradients, optimizer, everything else)."""
+    predicted_peak_bytes: int = 0
+    """Predicted peak of memory in use over forward and backward."""
+    peak_bytes: int = 0
+    """Measured peak of memory in use over forward and backward (process on CPU, reserved on CUDA)."""
+    step_ms: float = 0.0
+    """Forward plus backward time of this micro-batch."""
+    num_replans: int = 0
+    """How often the plan was changed after a router."""
+    is_profile: bool = False
+    """Whether this micro-batch was run with everything recomputed, to measure operators never seen before."""
+
+    @property
+    def is_over_limit(self) -> bool:
+        return self.peak_bytes > self.limit_bytes

@@ -1,0 +1,6 @@
+"""What a run did, for a person: a table, and a page with charts."""
+
+from flex_trainer.reports.html import render_report, write_report
+from flex_trainer.reports.summary import RunSummary, summarize, summary_lines, summary_table
+
+__all__ = ["RunSummary", "render_report", "summarize", "summary_lines", "summary_table", "write_report"]

@@ -1,0 +1,169 @@
+"""The report: one HTML file that tells what a run did with its memory, and that opens anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from flex_trainer.records import MicroBatchRecord
+from flex_trainer.reports.page_style import CSS, SCRIPT
+from flex_trainer.reports.panels import panels
+from flex_trainer.reports.plots import LEFT, PLOT_WIDTH
+from flex_trainer.reports.summary import summarize, summary_lines
+from flex_trainer.reports.timeline import Timeline, make_timeline
+from flex_trainer.units import format_bytes
+
+MAX_SPIKE_ROWS = 100
+"""Rows of the spikes table; a page with thousands is not read."""
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    records: Sequence[MicroBatchRecord],
+    limit_bytes: int,
+    info: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the report page of `records`, whole or not at all, and return its path.
+
+    Args:
+        path: the file; missing directories above it are made, an older report is replaced.
+        records: in order of micro-batch. None at all gives a page that says so.
+        limit_bytes: the memory limit.
+        info: facts for the head of the page, such as model, device and versions, as (name, value).
+
+    Raises:
+        ValueError: the file cannot be written (no permission, not a directory, a full disk).
+    """
+    return write_whole(Path(path), render_report(records, limit_bytes, info or {}))
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same directory: os.replace is atomic within one file system only.
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp keeps the file to its owner; a report is there to be shown around
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise ValueError(
+            f"the report cannot be written to {str(path)!r}: {reason}; "
+            "choose a path in a writable directory with free space"
+        ) from error
+    return path
+
+
+def render_report(records: Sequence[MicroBatchRecord], limit_bytes: int, info: Mapping[str, str]) -> str:
+    """The report page as text."""
+    timeline = make_timeline(records)
+    body = [_head(info), _summary(records, limit_bytes)]
+    if records:
+        body.append(_grouping_note(timeline))
+        body += [panel.html() for panel in panels(timeline)]
+        body.append(_spikes(records))
+        body.append('<div id="where" aria-live="polite"></div>')
+    page_data = (
+        f"data-first='{json.dumps(timeline.first)}' data-last='{json.dumps(timeline.last)}' "
+        f'data-left="{LEFT}" data-plot="{PLOT_WIDTH}"'
+    )
+    script = f"<script>{SCRIPT}</script>" if records else ""
+    # The policy makes the browser itself refuse any request: a report may hold facts that are nobody else's business.
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>FlexTrainer report</title>
+<style>{CSS}</style>
+</head>
+<body {page_data}>
+{"".join(body)}
+{script}
+</body>
+</html>
+"""
+
+
+def _head(info: Mapping[str, str]) -> str:
+    facts = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>" for name, value in info.items())
+    return f'<header><h1>FlexTrainer report</h1><dl class="facts">{facts}</dl></header>'
+
+
+def _summary(records: Sequence[MicroBatchRecord], limit_bytes: int) -> str:
+    summary = summarize(records, limit_bytes)
+    tiles = []
+    for label, value in summary_lines(summary):
+        number, _, note = value.partition(" (")  # "1.40 GiB (micro-batch 7)": the part in brackets goes below
+        small = f"<small>{escape(note.removesuffix(')'))}</small>" if note else ""
+        bad = ' class="bad"' if label == "over the limit" and summary.num_over_limit else ""
+        tiles.append(f"<div{bad}><dt>{escape(label)}</dt><dd>{escape(number)}{small}</dd></div>")
+    note = "" if records else "<p>No micro-batch was recorded: training has not run, or ended before its first.</p>"
+    return f'<section><h2>Summary</h2>{note}<dl class="tiles">{"".join(tiles)}</dl></section>'
+
+
+def _spikes(records: Sequence[MicroBatchRecord]) -> str:
+    spikes = [record for record in records if record.is_spike or record.is_over_limit]
+    title = "<h2>Spikes</h2>"
+    explanation = "<p>Micro-batches with a keep-all demand above their budget, or a peak above the limit.</p>"
+    if not spikes:
+        return f"<section>{title}{explanation}<p>There was none.</p></section>"
+    shown = spikes
+    note = ""
+    if len(spikes) > MAX_SPIKE_ROWS:
+        worst_first = sorted(spikes, key=_least_room)
+        shown = sorted(worst_first[:MAX_SPIKE_ROWS], key=lambda record: record.micro_batch)
+        note = f"<p>The {MAX_SPIKE_ROWS} worst of {len(spikes):,}: over the limit, then furthest over budget.</p>"
+    heads = ("micro-batch", "step", "tokens", "imbalance", "keep-all demand", "budget", "held", "peak", "re-plans")
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    rows = "".join(_spike_row(record) for record in shown)
+    return (
+        f'<section>{title}{explanation}{note}<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _least_room(record: MicroBatchRecord) -> tuple[bool, int]:
+    return not record.is_over_limit, record.budget_bytes - record.demand_bytes
+
+
+def _spike_row(record: MicroBatchRecord) -> str:
+    cells = (
+        f"{record.micro_batch}",
+        f"{record.step}",
+        f"{record.num_tokens:,}",
+        f"{record.imbalance:.2f}",
+        format_bytes(record.demand_bytes),
+        format_bytes(record.budget_bytes),
+        format_bytes(record.actual_bytes),
+    )
+    peak_class = ' class="bad"' if record.is_over_limit else ""
+    return (
+        "<tr>"
+        + "".join(f"<td>{cell}</td>" for cell in cells)
+        + f"<td{peak_class}>{format_bytes(record.peak_bytes)}</td><td>{record.num_replans}</td></tr>"
+    )
+
+
+def _grouping_note(timeline: Timeline) -> str:
+    if timeline.group_size == 1:
+        return ""
+    return (
+        f"<p>Each point of a chart stands for {timeline.group_size} micro-batches, and shows the largest value "
+        "among them.</p>"
+    )

@@ -1,0 +1,130 @@
+"""The run in a few numbers, and as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from flex_trainer.config import STRATEGIES
+from flex_trainer.records import MicroBatchRecord
+from flex_trainer.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run of micro-batches used and did. All sizes in bytes, all times in milliseconds."""
+
+    limit_bytes: int
+    """The memory limit."""
+    num_micro_batches: int
+    """Micro-batches run."""
+    peak_bytes: int
+    """Highest measured peak of memory in use."""
+    peak_micro_batch: int | None
+    """The micro-batch that had it; None when none has run."""
+    predicted_peak_bytes: int
+    """Highest predicted peak of memory in use."""
+    num_spikes: int
+    """Micro-batches whose keep-all demand was above their budget."""
+    num_over_limit: int
+    """Micro-batches with a measured peak above the limit."""
+    recomputed_bytes: int
+    """Activation bytes not held because they were recomputed, summed over micro-batches."""
+    offloaded_bytes: int
+    """The same for offloading."""
+    quantized_bytes: int
+    """The same for quantising."""
+    median_step_ms: float
+    """Median over optimizer steps of their forward and backward time (all micro-batches of the step)."""
+    mean_prediction_error_percent: float | None
+    """Mean error of the predicted activation bytes; None when nothing was predicted."""
+    plan_percent: float
+    """Planning time as a share of forward and backward time."""
+
+
+def prediction_error_percent(record: MicroBatchRecord) -> float | None:
+    """`100 x |predicted - actual| / actual` of the activation bytes at the end of forward.
+
+    None for a micro-batch that held nothing, or that was run to measure operators: it has predicted nothing.
+    """
+    if record.is_profile or record.actual_bytes <= 0:
+        return None
+    return 100 * abs(record.predicted_bytes - record.actual_bytes) / record.actual_bytes
+
+
+def prediction_error_percents(records: Sequence[MicroBatchRecord]) -> list[float]:
+    """The prediction error of every micro-batch that has one."""
+    errors = [prediction_error_percent(record) for record in records]
+    return [error for error in errors if error is not None]
+
+
+def plan_percent(records: Sequence[MicroBatchRecord]) -> float:
+    """Planning time as percent of forward and backward time; 0 when no time was measured."""
+    step_ms = sum(record.step_ms for record in records)
+    return 100 * sum(record.plan_ms for record in records) / step_ms if step_ms > 0 else 0.0
+
+
+def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int) -> RunSummary:
+    """Sum up the micro-batches of a run; zeros and Nones when there are none."""
+    worst = max(records, key=lambda record: record.peak_bytes, default=None)
+    freed_bytes = {name: sum(record.freed_bytes.get(name, 0) for record in records) for name in STRATEGIES}
+    step_ms: dict[int, float] = {}
+    for record in records:
+        step_ms[record.step] = step_ms.get(record.step, 0.0) + record.step_ms
+    errors = prediction_error_percents(records)
+    return RunSummary(
+        limit_bytes=limit_bytes,
+        num_micro_batches=len(records),
+        peak_bytes=worst.peak_bytes if worst else 0,
+        peak_micro_batch=worst.micro_batch if worst else None,
+        predicted_peak_bytes=max((record.predicted_peak_bytes for record in records), default=0),
+        num_spikes=sum(record.is_spike for record in records),
+        num_over_limit=sum(record.is_over_limit for record in records),
+        recomputed_bytes=freed_bytes["recompute"],
+        offloaded_bytes=freed_bytes["offload"],
+        quantized_bytes=freed_bytes["quantize"],
+        median_step_ms=median(step_ms.values()) if step_ms else 0.0,
+        mean_prediction_error_percent=sum(errors) / len(errors) if errors else None,
+        plan_percent=plan_percent(records),
+    )
+
+
+def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
+    """The summary as (label, value) pairs for a person, in reading order."""
+    if summary.num_micro_batches == 0:
+        return [("memory limit", format_bytes(summary.limit_bytes)), ("micro-batches", "0 (nothing was trained)")]
+    share = f", {100 * summary.peak_bytes / summary.limit_bytes:.1f}% of the limit" if summary.limit_bytes else ""
+    error = summary.mean_prediction_error_percent
+    return [
+        ("memory limit", format_bytes(summary.limit_bytes)),
+        ("measured peak", f"{format_bytes(summary.peak_bytes)} (micro-batch {summary.peak_micro_batch}{share})"),
+        ("predicted peak", format_bytes(summary.predicted_peak_bytes)),
+        ("micro-batches", f"{summary.num_micro_batches:,}"),
+        ("spikes met", f"{summary.num_spikes:,}"),
+        ("over the limit", f"{summary.num_over_limit:,}"),
+        ("recomputed", format_bytes(summary.recomputed_bytes)),
+        ("offloaded", format_bytes(summary.offloaded_bytes)),
+        ("quantised", format_bytes(summary.quantized_bytes)),
+        ("median step time", f"{summary.median_step_ms:,.1f} ms"),
+        ("mean prediction error", "nothing predicted" if error is None else f"{error:.2f}%"),
+        ("planning", f"{summary.plan_percent:.2f}% of the step"),
+    ]
+
+
+def summary_table(records: Sequence[MicroBatchRecord], limit_bytes: int) -> Table:
+    """The summary as a rich table of two columns, to be printed at the end of a run."""
+    from rich.table import Table  # only here: the numbers are wanted also where nothing is printed
+
+    summary = summarize(records, limit_bytes)
+    table = Table(title="FlexTrainer", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    for label, value in summary_lines(summary):
+        is_bad = label == "over the limit" and summary.num_over_limit > 0
+        table.add_row(label, value, style="bold red" if is_bad else None)
+    return table

@@ -1,0 +1,227 @@
+"""One micro-batch from budget to backward.
+
+    begin      measure what is in use -> budget (Algorithm 1) -> plan (Algorithm 2), or take the plan from the cache
+    forward    every operator under its strategy; after each router, look whether the rest of the plan still holds
+    end        what is really held replaces what was predicted in the books
+    backward   values come back; then the measured peak corrects the model, and a record is kept
+
+`attach` puts the runtime between a model and its operators; `detach` takes it out. Trainer and plugin only call these two
+and `backward`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.scope import Scope
+from flex_trainer.config import FlexConfig
+from flex_trainer.meter import MemoryMeter, meter_for
+from flex_trainer.micro_batch import MicroBatch
+from flex_trainer.models.discovery import ModelMap, discover
+from flex_trainer.models.inputs import shape_of
+from flex_trainer.models.instrument import Instrumentation
+from flex_trainer.offloading import OffloadService
+from flex_trainer.provision import Provisioner
+from flex_trainer.process_memory import return_freed_memory
+from flex_trainer.records import MicroBatchRecord
+from flex_trainer.strategy import Site
+from flex_trainer.units import format_bytes
+
+
+class FlexRuntime:
+    """Everything FlexTrainer does to one model during training.
+
+    Args:
+        config: the settings.
+        device: where the activations live; taken from the model when None.
+    """
+
+    def __init__(self, config: FlexConfig | None = None, device: torch.device | None = None) -> None:
+        self.config = config or FlexConfig()
+        self.records: list[MicroBatchRecord] = []
+        self.step = 0
+        """The optimizer step of the micro-batches to come; Trainer and plugin keep it up to date."""
+        self._device = device
+        self._meter: MemoryMeter | None = None
+        self._provisioner: Provisioner | None = None
+        self._offloading: OffloadService | None = None
+        self._model: nn.Module | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._model_name = ""
+        self._pending: list[MicroBatch] = []
+        self._running: MicroBatch | None = None
+        self._num_micro_batches = 0
+
+    # What others read
+
+    @property
+    def is_attached(self) -> bool:
+        return self._model is not None
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory limit in bytes; 0 before the first `attach`."""
+        return self._provisioner.limit_bytes if self._provisioner is not None else 0
+
+    def memory_now(self) -> dict[str, int]:
+        """Bytes in use now by name: process (CPU); allocated, reserved, device (CUDA)."""
+        return self._meter.now() if self._meter is not None else {}
+
+    def report(self, path: str | Path) -> Path:
+        """Write the self-contained HTML report of all micro-batches so far and return its path.
+
+        Raises:
+            ValueError: the path cannot be written.
+        """
+        from flex_trainer.reports import write_report
+
+        info = {
+            "Model": type(self._model).__name__ if self._model is not None else self._model_name,
+            "Device": str(self._device),
+            "Strategies": ", ".join(self.config.strategies) or "none",
+            "Memory limit": format_bytes(self.limit_bytes),
+        }
+        write_report(Path(path), self.records, self.limit_bytes, info)
+        return Path(path)
+
+    # Attaching
+
+    def attach(self, model: nn.Module) -> None:
+        """Manage the activations of `model` from its next forward on.
+
+        Raises:
+            ValueError: no decoder layers, a device that cannot be measured, a limit below what is in use already, an
+                offload directory that cannot be used.
+            RuntimeError: a model is attached already.
+        """
+        if self._model is not None:
+            raise RuntimeError("this runtime manages a model already; call detach() first")
+        _turn_off_checkpointing(model)
+        model_map = discover(model)
+        self._device = self._device or next(model.parameters()).device
+        self._meter = self._meter or meter_for(self._device)
+        if self._device.type == "cpu":
+            return_freed_memory()
+        self._offloading = self._offloading or OffloadService(self.config, self._device)
+        if self._provisioner is None:
+            self._provisioner = Provisioner(self.config, self._meter, self._offloading, model, model_map)
+        self._model = model
+        self._model_name = type(model).__name__
+        instrumentation = Instrumentation(model, model_map, self._on_routed)
+        self._undo = [instrumentation.remove, self._wrap_forward(model)]
+
+    def detach(self) -> None:
+        """Give the model back as it was. Records stay; a seed profile is written."""
+        while self._undo:
+            self._undo.pop()()
+        if self._provisioner is not None and self._model is not None:
+            self._provisioner.save_profile()
+        self._pending.clear()
+        self._model = None
+
+    def _wrap_forward(self, model: nn.Module) -> Callable[[], None]:
+        had_own = "forward" in vars(model)
+        original = model.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Evaluation, generation and scoring run without gradients; a nested call belongs to the outer one.
+            if not torch.is_grad_enabled() or current_scope() is not None or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            with self._micro_batch(args, kwargs):
+                return original(*args, **kwargs)
+
+        model.forward = forward
+
+        def undo() -> None:
+            if had_own:
+                model.forward = original
+            else:
+                del model.forward
+
+        return undo
+
+    # One micro-batch
+
+    @contextmanager
+    def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        assert self._provisioner is not None and self._meter is not None and self._model is not None
+        assert self._offloading is not None
+        self._drop_abandoned()
+        shape = shape_of(args, kwargs)
+        if not self._pending:
+            self._meter.start_window()
+        started = time.perf_counter()
+        micro_batch = self._provisioner.begin(shape)
+        micro_batch.number = self._num_micro_batches
+        micro_batch.step = self.step
+        micro_batch.started = started
+        self._num_micro_batches += 1
+        scope = Scope(
+            micro_batch,
+            micro_batch.ledger,
+            parameters=[*self._model.parameters(), *self._model.buffers()],
+            store=self._offloading.store,
+            quantize_dtype=getattr(torch, self.config.quantize_dtype),
+            on_memory=self._meter.sample,
+        )
+        micro_batch.scope = scope
+        self._running = micro_batch
+        with scope.open():
+            yield
+        self._offloading.settle()
+        micro_batch.end_forward()
+        self._provisioner.commit(micro_batch)
+        self._running = None
+        self._pending.append(micro_batch)
+
+    def _on_routed(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
+        """After a router: the exact counts of this layer are known."""
+        assert self._provisioner is not None and self._running is not None
+        self._running.note_routing(site, top_k_index, num_experts)
+        self._provisioner.revise(self._running, site, top_k_index.numel())
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run the backward of all micro-batches in flight inside."""
+        yield
+        self._finish()
+
+    def _finish(self) -> None:
+        assert self._meter is not None and self._provisioner is not None
+        done = [micro_batch for micro_batch in self._pending if micro_batch.is_backward_done]
+        if not done:
+            return
+        peak_bytes = self._meter.peak_bytes()
+        ended = time.perf_counter()
+        for micro_batch in done:
+            self._pending.remove(micro_batch)
+            self._provisioner.learn(micro_batch, peak_bytes)
+            self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
+
+    def _drop_abandoned(self) -> None:
+        assert self._provisioner is not None
+        """Forget forwards that nobody ran backward on and whose values are gone: nothing is learnt from them."""
+        for micro_batch in [m for m in self._pending if m.is_abandoned]:
+            self._pending.remove(micro_batch)
+            self._provisioner.forget(micro_batch)
+
+
+def _turn_off_checkpointing(model: nn.Module) -> None:
+    if getattr(model, "is_gradient_checkpointing", False):
+        warnings.warn(
+            "gradient checkpointing is on; FlexTrainer decides per operator what to recompute and turns it off for this "
+            "model. Set gradient_checkpointing=False to silence this.",
+            stacklevel=3,
+        )
+        model.gradient_checkpointing_disable()

@@ -1,0 +1,34 @@
+"""The four things that can happen to an activation between forward and backward, and the places they are chosen for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Strategy(Enum):
+    """What an operator does with the activations it produced. Every value but KEEP is a mitigation."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    QUANTIZE = "quantize"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One operator, or one block of operators, of a model: the unit of decision.
+
+    A *block* (attention, experts, an MLP, a decoder layer) encloses operators and owns what is computed between them.
+    Giving a block the strategy RECOMPUTE replays it as a whole and overrides the operators inside.
+    """
+
+    name: str
+    """Dotted name, unique in the model, such as "model.layers.3.mlp.experts.activation"."""
+    kind: str
+    """The operator's role: norm, linear, attention, attention_core, router, experts, expert_up, ..."""
+    layer: int
+    """Index of the decoder layer; -1 for what lies outside the layers."""
+    is_block: bool = False
+    is_replayable: bool = True
+    """False for routers (a routing decision is never made twice) and for layers, which only enclose."""

@@ -1,0 +1,157 @@
+"""One training run from a recipe: `python -m flex_trainer.train RECIPE [section.key=value ...]`.
+
+The same under `accelerate launch`, with as many processes as its configuration starts.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from transformers import TrainingArguments, set_seed
+
+from flex_trainer.build import build_data, build_model, build_tokenizer, check_recipe, training_arguments
+from flex_trainer.data.collate import CausalCollator
+from flex_trainer.errors import user_mistakes_as_one_line
+from flex_trainer.launch import accelerate_settings
+from flex_trainer.recipe import Recipe, load_recipe
+from flex_trainer.trainer import FlexTrainer
+from flex_trainer.units import format_bytes
+
+_WANDB_HOST = "api.wandb.ai"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the recipe named by the first argument, changed by the others; a user's mistake ends with exit code 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with user_mistakes_as_one_line():
+        if not arguments or arguments[0].startswith("-"):
+            raise ValueError("usage: python -m flex_trainer.train RECIPE [section.key=value ...]")
+        run(load_recipe(arguments[0], arguments[1:]))
+
+
+def run(recipe: Recipe) -> FlexTrainer:
+    """Train as `recipe` says; print a summary and write the report on the main process.
+
+    Raises:
+        RecipeError: something in the recipe that cannot be.
+        ValueError: a limit that cannot be met, data that yields nothing, a report that cannot be written.
+    """
+    console = Console()
+    # Step 1: check all that can be checked before anything is loaded.
+    check_recipe(recipe)
+    _note_processes(recipe, console)
+    args = training_arguments(recipe)
+    _prepare_wandb(args, console)
+    # Step 2: tokenizer, data, model.
+    set_seed(args.seed)
+    tokenizer = build_tokenizer(recipe)
+    train_dataset, eval_dataset = build_data(recipe, args, tokenizer)
+    model = build_model(recipe, tokenizer)
+    # Step 3: train.
+    trainer = _make_trainer(recipe, args, tokenizer, model, train_dataset, eval_dataset)
+    if recipe.enforce_limit:
+        _enforce_limit(trainer, console)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    # Step 4: say what happened.
+    if trainer.is_world_process_zero():
+        _report(recipe, trainer, console)
+    return trainer
+
+
+def _make_trainer(
+    recipe: Recipe, args: TrainingArguments, tokenizer, model, train_dataset, eval_dataset
+) -> FlexTrainer:
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return FlexTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        data_collator=CausalCollator(pad_token_id or 0),
+        processing_class=tokenizer,
+        flex=recipe.flex,
+    )
+
+
+def _note_processes(recipe: Recipe, console: Console) -> None:
+    """Say when the launch settings ask for more processes than there are; the run is the same, only narrower."""
+    wanted = accelerate_settings(recipe).get("num_processes", 1)
+    running = int(os.environ.get("WORLD_SIZE", "1"))
+    if wanted != running and int(os.environ.get("RANK", "0")) == 0:
+        console.print(
+            f"The recipe's accelerate section is for {wanted} processes; this run has {running}. For {wanted}: "
+            f"accelerate launch --config_file $(flex-trainer accelerate-config {recipe.path}) "
+            f"-m flex_trainer.train {recipe.path}",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _prepare_wandb(args: TrainingArguments, console: Console) -> None:
+    """Keep the W&B run beside the other output, and offline where nobody has logged in."""
+    if "wandb" not in args.report_to or args.process_index != 0:
+        return
+    if "WANDB_DIR" not in os.environ:
+        Path(args.output_dir or ".").mkdir(parents=True, exist_ok=True)
+        os.environ["WANDB_DIR"] = str(args.output_dir)
+    if "WANDB_MODE" not in os.environ and not _has_wandb_key():
+        os.environ["WANDB_MODE"] = "offline"
+        console.print(
+            "Weights & Biases: no API key found, so the run is kept offline (wandb sync uploads it).", soft_wrap=True
+        )
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    if not path.is_file():
+        return False
+    try:
+        return netrc.netrc(path).authenticators(_WANDB_HOST) is not None
+    except netrc.NetrcParseError:
+        return False  # wandb cannot read a key from such a file either
+
+
+def _enforce_limit(trainer: FlexTrainer, console: Console) -> None:
+    """Make the limit real: beyond it the system (CPU) or torch's allocator (CUDA) refuses memory."""
+    limit_bytes = trainer.flex.limit_bytes
+    if trainer.args.device.type == "cuda":
+        import torch
+
+        whole_bytes = torch.cuda.get_device_properties(trainer.args.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / whole_bytes), trainer.args.device)
+    else:
+        from flex_trainer.process_memory import enforce_process_limit
+
+        enforce_process_limit(limit_bytes)
+    if trainer.is_world_process_zero():
+        console.print(
+            f"Memory limit {format_bytes(limit_bytes)}, enforced: an allocation beyond it fails.", highlight=False
+        )
+
+
+def _report(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:
+    from flex_trainer.reports import summary_table
+
+    if "wandb" in (trainer.args.report_to or []):
+        import wandb
+
+        if wandb.run is not None:
+            run_dir = Path(wandb.run.dir).parent
+            wandb.finish()
+            console.print(f"W&B run: {run_dir}", highlight=False, soft_wrap=True)
+    if recipe.report.html is not None:
+        path = trainer.flex.report(recipe.output_dir / recipe.report.html)
+        console.print(f"Report: {path}", highlight=False, soft_wrap=True)
+    console.print(summary_table(trainer.flex.records, trainer.flex.limit_bytes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Byte sizes as people write them (`"1.4GiB"`) and as programs count them (integers)."""
+
+from __future__ import annotations
+
+import re
+
+_UNIT_BYTES = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size with a unit, such as `"1.4GiB"` or `"800 MB"`, as a number of bytes.
+
+    Raises:
+        ValueError: when `text` is not a number followed by one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write a number and a unit, for example '12GiB' or '800MB'")
+    number, unit = match.groups()
+    return int(float(number) * _UNIT_BYTES[unit.upper()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes for a person: `format_bytes(1503238553) == "1.40 GiB"`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

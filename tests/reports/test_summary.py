@@ -1,0 +1,64 @@
+"""The numbers at the end of a run, worked out by hand for a few micro-batches."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flex_trainer.reports import summarize, summary_table
+from flex_trainer.testing.fake_runtime import GIB_BYTES, LIMIT_BYTES, make_record
+
+
+def run_records():
+    return [
+        make_record(0, is_profile=True, predicted_bytes=0, step_ms=900.0, plan_ms=5.0),
+        make_record(1, peak_bytes=3 * GIB_BYTES, is_spike=True, freed_bytes={"recompute": 10, "offload": 5}),
+        make_record(2, predicted_bytes=110, actual_bytes=100, predicted_peak_bytes=7, freed_bytes={"quantize": 3}),
+        make_record(3, predicted_bytes=70, actual_bytes=100, freed_bytes={"recompute": 1}, is_spike=True),
+        make_record(4, step_ms=300.0),
+    ]
+
+
+def test_each_number():
+    summary = summarize(run_records(), LIMIT_BYTES)
+    assert summary.limit_bytes == LIMIT_BYTES
+    assert summary.num_micro_batches == 5
+    assert (summary.peak_bytes, summary.peak_micro_batch) == (3 * GIB_BYTES, 1)
+    assert summary.predicted_peak_bytes == 7
+    assert (summary.num_spikes, summary.num_over_limit) == (2, 1)
+    assert (summary.recomputed_bytes, summary.offloaded_bytes, summary.quantized_bytes) == (11, 5, 3)
+    # Steps of two micro-batches: 1000, 200 and 300 ms.
+    assert summary.median_step_ms == 300.0
+    # 0, 10, 30 and 0 percent; the profiling micro-batch has predicted nothing.
+    assert summary.mean_prediction_error_percent == pytest.approx(10.0)
+    assert summary.plan_percent == pytest.approx(100 * 5 / 1500)
+
+
+def test_no_records():
+    summary = summarize([], LIMIT_BYTES)
+    assert summary.num_micro_batches == 0
+    assert summary.peak_micro_batch is None
+    assert summary.mean_prediction_error_percent is None
+    assert "nothing was trained" in printed([])
+
+
+def test_the_table_says_what_a_person_asks():
+    text = printed(run_records())
+    for part in (
+        "2.00 GiB",
+        "3.00 GiB (micro-batch 1, 150.0% of the limit)",
+        "spikes met",
+        "recomputed",
+        "300.0 ms",
+        "10.00%",
+        "0.33% of the step",
+    ):
+        assert part in text
+
+
+def printed(records) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(summary_table(records, LIMIT_BYTES))
+    return console.export_text()

@@ -1,0 +1,93 @@
+"""`python -m flex_trainer.train`: a whole run of a tiny recipe."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flex_trainer.recipe import load_recipe
+from flex_trainer.train import main, run
+
+TINY = """
+model:
+  architecture: qwen3_moe
+  config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16,
+           moe_intermediate_size: 16, intermediate_size: 32, num_experts: 4, num_experts_per_tok: 2}
+data: {name: stdlib, sequence_length: 64, domains: [data], sampling: {lengths: skewed}}
+training: {max_steps: 3, per_device_train_batch_size: 2, use_cpu: true, save_strategy: no, logging_steps: 1,
+           disable_tqdm: true}
+report: {html: report.html}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def test_a_run_ends_with_summary_and_report(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = run(load_recipe(tiny))
+    assert trainer.state.global_step == 3
+    assert len(trainer.flex.records) == 3
+    lengths = [record.num_tokens for record in trainer.flex.records]
+    assert lengths == [2 * len(trainer.train_dataset.samples[2 * index]) for index in range(3)]
+    output = capsys.readouterr().out
+    assert "memory limit" in output
+    assert (tmp_path / "runs" / "tiny" / "report.html").read_text().lower().startswith("<!doctype html>")
+
+
+def test_the_same_recipe_gives_the_same_losses(tiny: str) -> None:
+    def losses() -> list[float]:
+        return [entry["loss"] for entry in run(load_recipe(tiny)).state.log_history if "loss" in entry]
+
+    first = losses()
+    assert len(first) == 3
+    assert losses() == first
+
+
+def test_wandb_stays_offline_without_a_key(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_DIR"):  # set and deleted, so that what the run sets is undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    run(load_recipe(tiny, ["report.to=[wandb]"]))
+    assert os.environ["WANDB_MODE"] == "offline"
+    runs = list((tmp_path / "runs" / "tiny" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(runs) == 1
+    assert "no API key found, so the run is kept offline" in capsys.readouterr().out
+
+
+def test_a_launch_for_more_processes_is_noted(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(load_recipe(tiny, ["accelerate=cpu_2proc"]))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "is for 2 processes; this run has 1" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: python -m flex_trainer.train RECIPE"),
+        (["nowhere.yaml"], "recipe file 'nowhere.yaml' does not exist"),
+        (["tiny.yaml", "model.config.num_expert=4"], "Qwen3MoeConfig has no such key"),
+        (["tiny.yaml", "training.max_step=4"], "did you mean 'max_steps'"),
+        (["tiny.yaml", "accelerate=gpu_9proc"], "no shipped configuration is called 'gpu_9proc'"),
+        (["tiny.yaml", "data={files: [empty.txt]}"], "yields nothing to train on"),
+    ],
+)
+def test_mistakes_are_one_line(tiny: str, arguments: list[str], message: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("Error: ") and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
