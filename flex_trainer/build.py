@@ -1,7 +1,7 @@
 """From a checked recipe to the objects of a run: training arguments, tokenizer, model, samples.
 
-The second half of the recipe's checks is here too, since it needs transformers: names and types of TrainingArguments fields
-and the keys of a model's configuration.
+The second half of the recipe's checks is here too, since it needs transformers: names and types of TrainingArguments
+fields and the keys of a model's configuration.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     }
     if recipe.data.sampling.lengths != "fixed" or recipe.data.sampling.domains == "blocked":
         # Samples of one micro-batch stand together in the dataset; a shuffle would tear them apart.
-        if values.setdefault("train_sampling_strategy", "sequential") != "sequential":
+        strategy = values.setdefault("train_sampling_strategy", "sequential")
+        if strategy != "sequential":
             raise RecipeError(
-                f"{recipe.path.name}: training.train_sampling_strategy={values['train_sampling_strategy']!r} would undo "
-                "data.sampling, which draws length and domain per micro-batch; remove one of them"
+                f"{recipe.path.name}: training.train_sampling_strategy={strategy!r} would undo data.sampling, "
+                "which draws length and domain per micro-batch; remove one of them"
             )
     try:
         return TrainingArguments(**values)
@@ -94,11 +95,8 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
         RecipeError: weights that cannot be loaded, a vocabulary smaller than the tokenizer's, too few positions.
     """
     section = recipe.model
-    options = {
-        "attn_implementation": section.attn_implementation,
-        "experts_implementation": section.experts_implementation,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: getattr(section, name) for name in ("attn_implementation", "experts_implementation")}
+    options = {name: value for name, value in chosen.items() if value is not None}
     if section.name_or_path is None:
         config = random_config(recipe, tokenizer)
     else:
@@ -172,7 +170,7 @@ def _loaded_config(recipe: Recipe) -> PreTrainedConfig:
     section = recipe.model
     try:
         config = AutoConfig.from_pretrained(
-            section.name_or_path, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
+            section.name_or_path or "", revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise RecipeError(
@@ -203,9 +201,9 @@ def _check_config_keys(recipe: Recipe, config_class: type[PreTrainedConfig]) -> 
 
 
 def _keys_the_model_reads(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Keys that a model's code asks for though its configuration class does not declare them (`head_dim` in Qwen3-MoE)."""
+    """Keys that a model's code asks for though its configuration class does not declare, as `head_dim` of Qwen3-MoE."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
-    if model_class is None:  # a model whose code came with its weights
+    if not isinstance(model_class, type):  # a model whose code came with its weights
         return set()
     return set(_CONFIG_READ.findall(inspect.getsource(inspect.getmodule(model_class) or model_class)))
 

@@ -28,7 +28,7 @@ def is_user_mistake(error: BaseException) -> bool:
 
 @contextmanager
 def user_mistakes_as_one_line() -> Iterator[None]:
-    """Print a user's mistake as one red line on stderr and exit with code 2. Set FLEX_TRACEBACK=1 to see where it was."""
+    """Print a user's mistake as one red line on stderr and exit with code 2; FLEX_TRACEBACK=1 shows where it was."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -1,7 +1,7 @@
 """The `accelerate` section: checked, then written to a file that `accelerate launch --config_file` reads.
 
-accelerate refuses unknown keys at the top of its file but accepts any inside `fsdp_config` and the like, and some settings
-it accepts start fewer processes than they say. Both are found here before a run starts.
+accelerate refuses unknown keys at the top of its file but accepts any inside `fsdp_config` and the like, and some
+settings it accepts start fewer processes than they say. Both are found here before a run starts.
 """
 
 from __future__ import annotations

@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
+import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +42,8 @@ class MemoryMeter(Protocol):
         ...
 
     def start_window(self) -> None: ...
+
+    def end_window(self) -> None: ...
 
     def sample(self) -> None:
         """Note memory in use now."""
@@ -77,6 +83,7 @@ class ProcessMeter:
         self._statm = _open_statm()
         self._window_high_water = 0
         self._window_peak = 0
+        self._sampler = _Sampler(self.sample)
 
     def total_bytes(self) -> int:
         in_use = self.in_use_bytes()
@@ -92,6 +99,10 @@ class ProcessMeter:
     def start_window(self) -> None:
         self._window_high_water = process_memory().peak_rss_bytes
         self._window_peak = self.in_use_bytes()
+        self._sampler.resume()
+
+    def end_window(self) -> None:
+        self._sampler.pause()
 
     def sample(self) -> None:
         self._window_peak = max(self._window_peak, self.in_use_bytes())
@@ -117,6 +128,7 @@ class ProcessMeter:
         return int(fields[1]) * self._page_bytes, int(fields[5]) * self._page_bytes
 
     def __del__(self) -> None:
+        self._sampler.resume()  # wakes the thread, which then ends
         if self._statm is not None:
             os.close(self._statm)
 
@@ -146,6 +158,9 @@ class CudaMeter:
         self._window_counter = torch.cuda.max_memory_allocated(self._device)
         self._window_peak = self.in_use_bytes()
 
+    def end_window(self) -> None:
+        pass
+
     def sample(self) -> None:
         # Reading the allocator's statistics costs more than many operators; its own peak counter sees everything.
         pass
@@ -161,6 +176,33 @@ class CudaMeter:
             "reserved": torch.cuda.memory_reserved(self._device),
             "device": total - free,
         }
+
+
+class _Sampler:
+    """Calls a function every few milliseconds while a window is open, to see what operators need while they run."""
+
+    _INTERVAL_SECONDS = 0.003
+
+    def __init__(self, sample: Callable[[], None]) -> None:
+        self._sample = weakref.WeakMethod(sample)
+        self._is_open = threading.Event()
+        threading.Thread(target=self._run, name="flex-memory", daemon=True).start()
+
+    def resume(self) -> None:
+        self._is_open.set()
+
+    def pause(self) -> None:
+        self._is_open.clear()
+
+    def _run(self) -> None:
+        while True:
+            self._is_open.wait()
+            sample = self._sample()
+            if sample is None:  # the meter is gone
+                return
+            sample()
+            del sample
+            time.sleep(self._INTERVAL_SECONDS)
 
 
 def _open_statm() -> int | None:

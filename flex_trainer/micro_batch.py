@@ -9,6 +9,7 @@ import torch
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Choices, Scope
 from flex_trainer.cost.profile import BatchShape
+from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.planner.plan import Plan
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.strategy import Site, Strategy
@@ -24,15 +25,19 @@ class MicroBatch:
     """None for a micro-batch that profiles operators never seen before."""
     baseline_bytes: int
     available_bytes: int
-    """What the limit leaves above the baseline, after the correction for what the model misses."""
+    """What the limit leaves above the baseline."""
     budget_bytes: int
     plan_seconds: float = 0.0
     number: int = 0
     step: int = 0
     started: float = 0.0
     num_replans: int = 0
-    predicted_peak_bytes: int = 0
+    gradients: GradientBytes = field(default_factory=GradientBytes)
     routed_rows: dict[str, int] = field(default_factory=dict)
+    row_factors: dict[int, float] = field(default_factory=dict)
+    """Layers that got more rows than planned: rows / planned rows."""
+    excess_bytes: int = 0
+    """Held beyond what was predicted, as of the last re-plan."""
     ledger: Ledger = field(default_factory=Ledger)
     scope: Scope | None = None
     actual_bytes: int = 0
@@ -77,7 +82,7 @@ class MicroBatch:
             demand_bytes=demand_bytes,
             limit_bytes=limit_bytes,
             baseline_bytes=self.baseline_bytes,
-            predicted_peak_bytes=self.predicted_peak_bytes,
+            predicted_peak_bytes=self.baseline_bytes + plan.peak_bytes if plan is not None else 0,
             peak_bytes=peak_bytes,
             step_ms=(ended - self.started) * 1e3,
             num_replans=self.num_replans,

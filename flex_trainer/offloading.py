@@ -16,6 +16,9 @@ from flex_trainer.cost.roofline import Rates, Roofline
 
 _HOST_SHARE = 0.5
 """Share of the host memory free at the start that pinned buffers may take."""
+_IN_FLIGHT_SHARE = 0.02
+_LEAST_IN_FLIGHT_BYTES = 2**24
+"""Copies on their way may hold this share of the limit, and at least this much."""
 _PROBE_BYTES = 2**20, 2**23
 
 
@@ -26,13 +29,13 @@ class OffloadService:
         ValueError: the offload directory cannot be used (checked at once, not at the first spike).
     """
 
-    def __init__(self, config: FlexConfig, device: torch.device) -> None:
+    def __init__(self, config: FlexConfig, device: torch.device, limit_bytes: int) -> None:
         self._config = config
         self._device = device
         self._store: OffloadStore | None = None
         self._rates: Rates | None = None
         if "offload" in config.strategies:
-            self._store = OffloadStore(self._make_tier())
+            self._store = OffloadStore(self._make_tier(), max(int(_IN_FLIGHT_SHARE * limit_bytes), _LEAST_IN_FLIGHT_BYTES))
 
     @property
     def is_available(self) -> bool:
@@ -53,7 +56,8 @@ class OffloadService:
         if self._rates is None:
             offload = _fit(self._time_offload) if self.is_available else Rates().offload
             quantize = _fit(self._time_quantize) if "quantize" in self._config.strategies else Rates().quantize
-            self._rates = Rates(offload=offload, quantize=quantize)
+            in_flight_bytes = self._store.max_in_flight_bytes if self._store is not None else 0
+            self._rates = Rates(offload=offload, quantize=quantize, in_flight_bytes=in_flight_bytes)
         return self._rates
 
     def _make_tier(self) -> Tier:

@@ -7,9 +7,11 @@ learnt as the ratio of measured to predicted peak, and taken off what may be pla
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -49,7 +51,13 @@ class Provisioner:
     """Decides what a micro-batch may hold, and how."""
 
     def __init__(
-        self, config: FlexConfig, meter: MemoryMeter, offloading: OffloadService, model: nn.Module, model_map: ModelMap
+        self,
+        config: FlexConfig,
+        limit_bytes: int,
+        meter: MemoryMeter,
+        offloading: OffloadService,
+        model: nn.Module,
+        model_map: ModelMap,
     ) -> None:
         """
         Raises:
@@ -59,15 +67,15 @@ class Provisioner:
         self._config = config
         self._meter = meter
         self._offloading = offloading
-        self.limit_bytes = config.limit_bytes(meter.total_bytes())
+        self.limit_bytes = limit_bytes
         self._allocator = BudgetAllocator()
         self._correction = Correction()
         self._fingerprint = _fingerprint(model, model_map)
         self._profile = self._seed_profile()
         self._gradients = Gradients(model, model_map)
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._planners: dict[tuple[object, ...], MitigationPlanner] = {}
-        self._known_version = -1
+        self._planners: dict[BatchShape, MitigationPlanner] = {}
+        self._planned_in: tuple[object, ...] = ()
         self._check_start()
 
     # The life of a micro-batch
@@ -81,18 +89,20 @@ class Provisioner:
         started = time.perf_counter()
         in_use_bytes = self._meter.in_use_bytes()
         left_bytes = self._meter.left_bytes(self.limit_bytes) - self._reserve_bytes()
+        gradients = self._gradients.now()
         if self._profile.knows(shape):
-            available_bytes = self._correction.apply(left_bytes)
-            gradients = self._gradients.now()
-            plan = self._plan(shape, available_bytes, gradients)
+            plan = self._plan(shape, left_bytes, gradients)
             if not plan.fits:
                 self._check_least(shape, plan, in_use_bytes, left_bytes)
             on_top_bytes = plan.peak_bytes - plan.predicted_bytes
-            budget_bytes = self._allocator.next(available_bytes - on_top_bytes, 0, plan.minimum_bytes)
-            micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes)
-            micro_batch.predicted_peak_bytes = in_use_bytes + self._correction.expect(plan.peak_bytes)
+            # What is left was measured with the micro-batches in flight; the allocator takes them off itself.
+            limit_bytes = left_bytes + self._allocator.in_flight_bytes
+            budget_bytes = self._allocator.next(limit_bytes, on_top_bytes, plan.minimum_bytes)
+            micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, left_bytes, budget_bytes)
         else:
-            micro_batch = MicroBatch(shape, self._unknown(), None, in_use_bytes, left_bytes, max(left_bytes, 0))
+            unknown = Uniform(self._most_effective())
+            micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0))
+        micro_batch.gradients = gradients
         micro_batch.plan_seconds = time.perf_counter() - started
         return micro_batch
 
@@ -107,14 +117,17 @@ class Provisioner:
         held_bytes = micro_batch.ledger.held_bytes
         excess_bytes = held_bytes - plan.held_until(site.layer)
         has_more_rows = planned_rows is not None and num_rows > planned_rows
-        if has_more_rows or excess_bytes > _REPLAN_SHARE * self.limit_bytes:
+        if has_more_rows or excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes:
             ran = {call.site.name: plan.strategy(call.site) for call in micro_batch.scope.trace.calls}
             graph = self._profile.graph(micro_batch.shape)
-            if has_more_rows and planned_rows is not None:
-                graph = graph.with_routed_rows(site.layer, num_rows / planned_rows)
+            if has_more_rows and planned_rows:
+                micro_batch.row_factors[site.layer] = num_rows / planned_rows
+            for layer, factor in micro_batch.row_factors.items():
+                graph = graph.with_routed_rows(layer, factor)
             planner = self._planner(graph)
-            available_bytes = micro_batch.available_bytes - max(excess_bytes, 0)
-            revised = planner.plan(available_bytes, self._gradients.now(), fixed=ran)
+            micro_batch.excess_bytes = max(excess_bytes, 0)
+            available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
+            revised = planner.plan(available_bytes, micro_batch.gradients, fixed=ran)
             micro_batch.plan = micro_batch.choices = revised
             micro_batch.num_replans += 1
         micro_batch.plan_seconds += time.perf_counter() - started
@@ -133,9 +146,13 @@ class Provisioner:
         self._allocator.release(micro_batch.number)
         self._profile.observe(micro_batch.shape, micro_batch.scope.trace, micro_batch.routed_rows)
         above_bytes = peak_bytes - micro_batch.baseline_bytes
-        if micro_batch.plan is not None:
-            self._correction.observe(micro_batch.plan.peak_bytes, above_bytes)
-        elif peak_bytes > self.limit_bytes and self._config.strategies:
+        plan = micro_batch.plan
+        if plan is None:
+            # Now that sizes are known, see what the model would have said of the run that has just been measured.
+            planner = self._planner(self._profile.graph(micro_batch.shape))
+            plan = planner.uniform(self._most_effective(), micro_batch.gradients)
+        self._correction.observe(plan, above_bytes)
+        if micro_batch.plan is None and peak_bytes > self.limit_bytes and self._config.strategies:
             raise MemoryLimitError(
                 f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low: a micro-batch of "
                 f"{micro_batch.shape.num_tokens} tokens with everything mitigated needs {format_bytes(peak_bytes)}, of which "
@@ -155,24 +172,20 @@ class Provisioner:
     # Plans
 
     def _plan(self, shape: BatchShape, available_bytes: int, gradients: GradientBytes) -> Plan:
-        if self._known_version != self._profile.version or self._strategies() != self._planned_with:
+        state = (self._profile.version, self._strategies(), self._correction.factor)
+        if state != self._planned_in:
             self._plans.clear()
             self._planners.clear()
-            self._known_version = self._profile.version
-            self._planned_with = self._strategies()
+            self._planned_in = state
         step = max(self.limit_bytes // _BUDGET_STEPS, 1)
         available_bytes = available_bytes // step * step
         key = (shape, available_bytes, gradients.key)
         plan = self._plans.get(key)
         if plan is None:
-            planner = self._planners.get((shape,))
+            planner = self._planners.get(shape)
             if planner is None:
-                planner = self._planners[(shape,)] = self._planner(self._profile.graph(shape))
-            if len(self._plans) >= _MAX_CACHED_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            if len(self._planners) > _MAX_PLANNERS:
-                self._planners.pop(next(iter(self._planners)))
-            plan = self._plans[key] = planner.plan(available_bytes, gradients)
+                planner = _put_bounded(self._planners, shape, self._planner(self._profile.graph(shape)), _MAX_PLANNERS)
+            plan = _put_bounded(self._plans, key, planner.plan(available_bytes, gradients), _MAX_CACHED_PLANS)
         return plan
 
     def _planner(self, graph: ActivationGraph) -> MitigationPlanner:
@@ -181,15 +194,16 @@ class Provisioner:
             self._strategies(),
             self._offloading.rates(),
             largest_first=self._config.planner == "largest_first",
+            transient_factor=self._correction.factor,
         )
 
     def _strategies(self) -> tuple[Strategy, ...]:
         names = [name for name in self._config.strategies if name != "offload" or self._offloading.is_available]
         return tuple(Strategy(name) for name in names)
 
-    def _unknown(self) -> Uniform:
-        """For a micro-batch nothing is known about: the one mitigation that frees most, everywhere."""
-        return Uniform(next(iter(sorted(self._strategies(), key=_BY_EFFECT.index)), Strategy.KEEP))
+    def _most_effective(self) -> Strategy:
+        """The allowed strategy that frees most: for a micro-batch nothing is known about."""
+        return min(self._strategies(), key=_BY_EFFECT.index, default=Strategy.KEEP)
 
     def _reserve_bytes(self) -> int:
         reserve = self._config.transient_reserve
@@ -213,7 +227,7 @@ class Provisioner:
             )
 
     def _check_least(self, shape: BatchShape, plan: Plan, in_use_bytes: int, left_bytes: int) -> None:
-        least_bytes = self._correction.expect(plan.peak_bytes)
+        least_bytes = plan.peak_bytes
         if least_bytes > _TOLERANCE * max(left_bytes, 1):
             raise MemoryLimitError(
                 f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low for a micro-batch "
@@ -225,34 +239,36 @@ class Provisioner:
 
 
 class Correction:
-    """How far measured peaks lie from predicted ones: a factor on the bytes above the baseline."""
+    """How large transients really are, over what the cost model says. What is held needs no correction: it is exact."""
 
-    _FIRST_GUESS = 1.10
-    _REMEMBERED = 32
-    _LOWEST = 0.5
+    _FIRST_GUESS = 1.5
+    _REMEMBERED = 64
+    _LOWEST, _HIGHEST = 0.5, 8.0
+    _STEPS = 50  # per 1.0: a factor that does not jitter lets plans be found in the cache
 
     def __init__(self) -> None:
-        self._ratios: deque[tuple[int, float]] = deque(maxlen=self._REMEMBERED)  # (predicted bytes, measured / predicted)
+        self._seen: deque[tuple[int, float]] = deque(maxlen=self._REMEMBERED)  # (predicted peak, factor)
+        self.factor = self._FIRST_GUESS
 
-    def observe(self, predicted_bytes: int, measured_bytes: int) -> None:
-        if predicted_bytes > 0:
-            self._ratios.append((predicted_bytes, measured_bytes / predicted_bytes))
+    def observe(self, plan: Plan, measured_bytes: int) -> None:
+        """Compare a plan (made with the present factor) with the measured peak above the baseline."""
+        modelled_bytes = plan.on_top_bytes / self.factor
+        if modelled_bytes <= 0:
+            return
+        factor = (measured_bytes - (plan.peak_bytes - plan.on_top_bytes)) / modelled_bytes
+        self._seen.append((plan.peak_bytes, min(max(factor, self._LOWEST), self._HIGHEST)))
+        # The largest factor seen lately, among peaks of the size that matters: small ones are mostly constant costs.
+        largest = max(predicted for predicted, _ in self._seen)
+        worst = max(factor for predicted, factor in self._seen if predicted >= largest / 2)
+        self.factor = math.ceil(worst * self._STEPS) / self._STEPS
 
-    @property
-    def factor(self) -> float:
-        """The largest ratio seen lately, among peaks of the size that matters: small ones are mostly constant costs."""
-        if not self._ratios:
-            return self._FIRST_GUESS
-        largest = max(predicted for predicted, _ in self._ratios)
-        return max(max(ratio for predicted, ratio in self._ratios if predicted >= largest / 2), self._LOWEST)
 
-    def apply(self, left_bytes: int) -> int:
-        """What may be planned when `left_bytes` are really left."""
-        return int(left_bytes / self.factor)
-
-    def expect(self, planned_bytes: int) -> int:
-        """What a peak planned at `planned_bytes` will really be."""
-        return int(planned_bytes * self.factor)
+def _put_bounded(cache: dict[Any, Any], key: Any, item: Any, size: int) -> Any:
+    """Put an item into a cache that forgets its oldest entry when full; returns the item."""
+    if len(cache) >= size:
+        cache.pop(next(iter(cache)))
+    cache[key] = item
+    return item
 
 
 def _fingerprint(model: nn.Module, model_map: ModelMap) -> str:

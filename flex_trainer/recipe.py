@@ -1,8 +1,8 @@
 """A recipe: one YAML file with all a training run needs, read and checked before anything heavy is imported.
 
-Sections: model, data, training, flex, parallel, accelerate, report. A key that is not known is refused together with the
-place and the nearest known key. What needs transformers to be checked (names of TrainingArguments fields, keys of a model's
-config) is checked in `flex_trainer.build`; what needs accelerate, in `flex_trainer.launch`.
+Sections: model, data, training, flex, parallel, accelerate, report. A key that is not known is refused together with
+the place and the nearest known key. What needs transformers to be checked (names of TrainingArguments fields, keys of a
+model's config) is checked in `flex_trainer.build`; what needs accelerate, in `flex_trainer.launch`.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def _describe(error: ValidationError) -> str:
         return f"{place}: unknown key; {nearest(key, _keys_below(parents))}"
     if first["type"] in ("missing", "missing_argument"):
         return f"{place}: missing; every recipe needs it"
-    if first["type"] == "value_error":
-        return f"{place}: {first['ctx']['error']}" if place else str(first["ctx"]["error"])
+    if first["type"] == "value_error" and "ctx" in first:
+        return f"{place}: {first['ctx']['error']}"
     expected = first["msg"].lower().replace("valid array", "list").replace("an object", "a section with keys")
     return f"{place}: {expected}, found {first['input']!r}"
 

@@ -27,8 +27,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
-# YAML 1.1, which PyYAML reads, takes `no` and `off` for false, so `save_strategy: no` or `distributed_type: NO` would not
-# be what they look like. Only true and false are booleans here.
+# YAML 1.1, which PyYAML reads, takes `no` and `off` for false, so `save_strategy: no` or `distributed_type: NO` would
+# not be what they look like. Only true and false are booleans here.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -112,9 +112,12 @@ class FlexRuntime:
         self._meter = self._meter or meter_for(self._device)
         if self._device.type == "cpu":
             return_freed_memory()
-        self._offloading = self._offloading or OffloadService(self.config, self._device)
         if self._provisioner is None:
-            self._provisioner = Provisioner(self.config, self._meter, self._offloading, model, model_map)
+            limit_bytes = self.config.limit_bytes(self._meter.total_bytes())
+            self._offloading = OffloadService(self.config, self._device, limit_bytes)
+            self._provisioner = Provisioner(
+                self.config, limit_bytes, self._meter, self._offloading, model, model_map
+            )
         self._model = model
         self._model_name = type(model).__name__
         instrumentation = Instrumentation(model, model_map, self._on_routed)
@@ -157,6 +160,7 @@ class FlexRuntime:
     def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         assert self._provisioner is not None and self._meter is not None and self._model is not None
         assert self._offloading is not None
+        self._finish()  # of a backward that was run outside of `backward()`
         self._drop_abandoned()
         shape = shape_of(args, kwargs)
         if not self._pending:
@@ -177,12 +181,14 @@ class FlexRuntime:
         )
         micro_batch.scope = scope
         self._running = micro_batch
-        with scope.open():
-            yield
-        self._offloading.settle()
+        try:
+            with scope.open():
+                yield
+        finally:
+            self._running = None
+            self._offloading.settle()
         micro_batch.end_forward()
         self._provisioner.commit(micro_batch)
-        self._running = None
         self._pending.append(micro_batch)
 
     def _on_routed(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
@@ -193,8 +199,12 @@ class FlexRuntime:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Run the backward of all micro-batches in flight inside."""
-        yield
+        """Run the backward of all micro-batches in flight inside. Nothing is learnt from one that fails."""
+        try:
+            yield
+        except BaseException:
+            self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_backward_done])
+            raise
         self._finish()
 
     def _finish(self) -> None:
@@ -203,6 +213,7 @@ class FlexRuntime:
         if not done:
             return
         peak_bytes = self._meter.peak_bytes()
+        self._meter.end_window()
         ended = time.perf_counter()
         for micro_batch in done:
             self._pending.remove(micro_batch)
@@ -210,18 +221,21 @@ class FlexRuntime:
             self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
 
     def _drop_abandoned(self) -> None:
-        assert self._provisioner is not None
         """Forget forwards that nobody ran backward on and whose values are gone: nothing is learnt from them."""
-        for micro_batch in [m for m in self._pending if m.is_abandoned]:
+        self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_abandoned])
+
+    def _forget(self, micro_batches: list[MicroBatch]) -> None:
+        assert self._provisioner is not None
+        for micro_batch in micro_batches:
             self._pending.remove(micro_batch)
             self._provisioner.forget(micro_batch)
 
 
 def _turn_off_checkpointing(model: nn.Module) -> None:
-    if getattr(model, "is_gradient_checkpointing", False):
+    if getattr(model, "is_activation_checkpointing", False):
         warnings.warn(
             "gradient checkpointing is on; FlexTrainer decides per operator what to recompute and turns it off for this "
             "model. Set gradient_checkpointing=False to silence this.",
             stacklevel=3,
         )
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()

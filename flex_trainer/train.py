@@ -10,15 +10,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
-from transformers import TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from flex_trainer.build import build_data, build_model, build_tokenizer, check_recipe, training_arguments
 from flex_trainer.data.collate import CausalCollator
+from flex_trainer.data.samples import TokenDataset
 from flex_trainer.errors import user_mistakes_as_one_line
 from flex_trainer.launch import accelerate_settings
+from flex_trainer.meter import meter_for
+from flex_trainer.process_memory import enforce_process_limit
 from flex_trainer.recipe import Recipe, load_recipe
+from flex_trainer.reports import summary_table
 from flex_trainer.trainer import FlexTrainer
 from flex_trainer.units import format_bytes
 
@@ -55,7 +61,7 @@ def run(recipe: Recipe) -> FlexTrainer:
     # Step 3: train.
     trainer = _make_trainer(recipe, args, tokenizer, model, train_dataset, eval_dataset)
     if recipe.enforce_limit:
-        _enforce_limit(trainer, console)
+        _enforce_limit(recipe, trainer, console)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     # Step 4: say what happened.
     if trainer.is_world_process_zero():
@@ -64,7 +70,12 @@ def run(recipe: Recipe) -> FlexTrainer:
 
 
 def _make_trainer(
-    recipe: Recipe, args: TrainingArguments, tokenizer, model, train_dataset, eval_dataset
+    recipe: Recipe,
+    args: TrainingArguments,
+    tokenizer: Any,
+    model: PreTrainedModel,
+    train_dataset: TokenDataset,
+    eval_dataset: TokenDataset | None,
 ) -> FlexTrainer:
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return FlexTrainer(
@@ -95,7 +106,7 @@ def _note_processes(recipe: Recipe, console: Console) -> None:
 
 def _prepare_wandb(args: TrainingArguments, console: Console) -> None:
     """Keep the W&B run beside the other output, and offline where nobody has logged in."""
-    if "wandb" not in args.report_to or args.process_index != 0:
+    if "wandb" not in (args.report_to or []) or args.process_index != 0:
         return
     if "WANDB_DIR" not in os.environ:
         Path(args.output_dir or ".").mkdir(parents=True, exist_ok=True)
@@ -119,17 +130,14 @@ def _has_wandb_key() -> bool:
         return False  # wandb cannot read a key from such a file either
 
 
-def _enforce_limit(trainer: FlexTrainer, console: Console) -> None:
+def _enforce_limit(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:
     """Make the limit real: beyond it the system (CPU) or torch's allocator (CUDA) refuses memory."""
-    limit_bytes = trainer.flex.limit_bytes
-    if trainer.args.device.type == "cuda":
-        import torch
-
-        whole_bytes = torch.cuda.get_device_properties(trainer.args.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / whole_bytes), trainer.args.device)
+    device = trainer.args.device
+    limit_bytes = recipe.flex.limit_bytes(meter_for(device).total_bytes())
+    if device.type == "cuda":
+        whole_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / whole_bytes), device)
     else:
-        from flex_trainer.process_memory import enforce_process_limit
-
         enforce_process_limit(limit_bytes)
     if trainer.is_world_process_zero():
         console.print(
@@ -138,8 +146,6 @@ def _enforce_limit(trainer: FlexTrainer, console: Console) -> None:
 
 
 def _report(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:
-    from flex_trainer.reports import summary_table
-
     if "wandb" in (trainer.args.report_to or []):
         import wandb
 

@@ -1,4 +1,4 @@
-"""Shipped recipes and accelerate configurations, found by name: `recipe_path("demo")`, `accelerate_path("cpu_1proc")`."""
+"""Shipped recipes and accelerate configurations, found by name, as in `recipe_path("demo")`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.config_args import ClusterConfig
 
 from flex_trainer.launch import launch_problems, render_accelerate_config
 from flex_trainer.recipe import load_recipe
@@ -23,7 +23,7 @@ def recipe_with(tmp_path: Path):
     ("settings", "problem"),
     [
         (
-            "{num_procs: 2, distributed_type: NO}",
+            "{num_procs: 2}",
             "num_procs: accelerate has no such key; did you mean 'num_processes'?",
         ),
         (
@@ -66,7 +66,7 @@ def test_a_mapping_is_written_as_accelerate_reads_it(recipe_with) -> None:
         recipe_with("accelerate={distributed_type: MULTI_GPU, num_processes: 4, mixed_precision: no, use_cpu: false}")
     )
     assert path.is_absolute()
-    settings = load_config_from_file(str(path))
+    settings = ClusterConfig.from_yaml_file(str(path))
     assert (settings.num_processes, settings.mixed_precision, settings.use_cpu) == (4, "no", False)
 
 
@@ -74,7 +74,7 @@ def test_a_file_is_taken_by_path(recipe_with, tmp_path: Path) -> None:
     source = tmp_path / "mine.yaml"
     source.write_text("distributed_type: NO\n")
     path = render_accelerate_config(recipe_with(f"accelerate={source}"), tmp_path / "out" / "launch.yaml")
-    assert load_config_from_file(str(path)).distributed_type == "NO"
+    assert ClusterConfig.from_yaml_file(str(path)).distributed_type == "NO"
     with pytest.raises(RecipeError, match=r"file '.*none\.yaml' does not exist"):
         render_accelerate_config(recipe_with(f"accelerate={tmp_path / 'none.yaml'}"))
     with pytest.raises(RecipeError, match="did you mean 'cpu_2proc'"):
@@ -82,7 +82,7 @@ def test_a_file_is_taken_by_path(recipe_with, tmp_path: Path) -> None:
 
 
 def test_without_a_section_one_process(recipe_with) -> None:
-    assert load_config_from_file(str(render_accelerate_config(recipe_with()))).num_processes == 1
+    assert ClusterConfig.from_yaml_file(str(render_accelerate_config(recipe_with()))).num_processes == 1
 
 
 def test_the_same_settings_give_the_same_file(recipe_with) -> None:

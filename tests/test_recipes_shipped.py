@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.config_args import ClusterConfig
 
 from flex_trainer import recipes
 from flex_trainer.build import check_recipe
@@ -25,7 +25,7 @@ def test_recipe_is_valid_and_renders(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     check_recipe(recipe)
     path = render_accelerate_config(recipe, tmp_path / "launch.yaml")
-    settings = load_config_from_file(str(path))
+    settings = ClusterConfig.from_yaml_file(str(path))
     assert settings.num_processes == (8 if name.endswith("8gpu") else 1)
     # The comments at the top say how to start it.
     head = recipe.path.read_text().split("\nmodel:")[0]
@@ -46,4 +46,4 @@ def test_accelerate_configuration_is_right(name: str) -> None:
     # Plain YAML 1.1, as accelerate reads it, must say the same.
     assert yaml.safe_load(path.read_text()) == read_yaml(path)
     num_processes = int(name.split("_")[1].removesuffix("proc"))
-    assert load_config_from_file(str(path)).num_processes == num_processes
+    assert ClusterConfig.from_yaml_file(str(path)).num_processes == num_processes

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flex_trainer.data.samples import TokenDataset
 from flex_trainer.recipe import load_recipe
 from flex_trainer.train import main, run
 
@@ -34,8 +35,10 @@ def test_a_run_ends_with_summary_and_report(tiny: str, tmp_path: Path, capsys: p
     trainer = run(load_recipe(tiny))
     assert trainer.state.global_step == 3
     assert len(trainer.flex.records) == 3
-    lengths = [record.num_tokens for record in trainer.flex.records]
-    assert lengths == [2 * len(trainer.train_dataset.samples[2 * index]) for index in range(3)]
+    dataset = trainer.train_dataset
+    assert isinstance(dataset, TokenDataset)
+    num_tokens = [record.num_tokens for record in trainer.flex.records]
+    assert num_tokens == [2 * len(dataset.samples[2 * index]) for index in range(3)]
     output = capsys.readouterr().out
     assert "memory limit" in output
     assert (tmp_path / "runs" / "tiny" / "report.html").read_text().lower().startswith("<!doctype html>")

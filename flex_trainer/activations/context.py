@@ -33,7 +33,7 @@ def scope_is(scope: Scope | None) -> Iterator[None]:
         _thread.scope = outer
 
 
-def no_scope():  # noqa: ANN201 - a context manager
+def no_scope():
     """Operators run plainly inside: used by replays."""
     return scope_is(None)
 

@@ -46,11 +46,11 @@ class FileTier:
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = Path(tempfile.gettempdir()) if directory is None else directory
         try:
-            self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)
+            self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - open as long as the tier
         except OSError as error:
             raise ValueError(
-                f"offload_to={str(self._directory)!r} cannot be used ({error.strerror}); give a directory that exists and "
-                "that this user may write to, or 'host'"
+                f"offload_to={str(self._directory)!r} cannot be used ({error.strerror}); give a directory that exists "
+                "and that this user may write to, or 'host'"
             ) from error
         self._free: list[tuple[int, int]] = []  # (offset, bytes), sorted, never adjacent
         # A value may die inside any allocation, also one of ours: freeing only notes the place.
@@ -99,7 +99,7 @@ class FileTier:
                 self._free.append((offset, num_bytes))
 
     def _write(self, offset: int, source: torch.Tensor) -> None:
-        view = memoryview(source.numpy())
+        view = memoryview(source.numpy().data)
         while view:
             written = os.pwrite(self._file.fileno(), view[: 2**30], offset)
             if written == 0:
@@ -107,7 +107,7 @@ class FileTier:
             view, offset = view[written:], offset + written
 
     def _read(self, offset: int, target: torch.Tensor) -> None:
-        view = memoryview(target.numpy())
+        view = memoryview(target.numpy().data)
         while view:
             num_read = os.preadv(self._file.fileno(), [view[: 2**30]], offset)
             if num_read == 0:

@@ -1,7 +1,7 @@
 """Which storage is this? Addresses are reused at once, so identity needs the storage's lifetime.
 
-A weak reference to a storage keeps its small header alive (not its data), hence as long as we hold one, no other storage
-can have the same header address. That makes `(header address, weak reference)` an exact identity.
+A weak reference to a storage keeps its small header alive (not its data), hence as long as we hold one, no other
+storage can have the same header address. That makes `(header address, weak reference)` an exact identity.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is an ordinary strided one (not a subclass such as DTensor, not sparse)."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
+    """Whether the tensor is its storage seen through sizes and strides, and nothing more.
+
+    Not so: subclasses such as DTensor, sparse tensors, lazy conjugates and negations (their storage holds other numbers
+    than they show), and inference tensors (which count no versions).
+    """
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout == torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+    )
 
 
 class StorageTable(Generic[T]):
@@ -104,7 +112,7 @@ class VersionWatch:
         """
         if self.is_changed:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-                f"saved in {operator} was at version {self._version} and is now at version {self._alias._version}. Use "
-                "the out-of-place form of the operation that changed it."
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+                f" tensor saved in {operator} was at version {self._version} and is now at version"
+                f" {self._alias._version}. Use the out-of-place form of the operation that changed it."
             )

@@ -1,8 +1,8 @@
 """Offload: activations move to a lower tier in forward and come back in backward.
 
-The tier (a file when the device is the CPU, pinned host memory when it is a GPU) knows how to copy; this file knows when:
-a copy starts as soon as the value is saved, copies in flight are bounded, a value asked for before its copy has ended is
-simply still there, and reading one value starts the copies of those that backward will want next.
+The tier (a file when the device is the CPU, pinned host memory when it is a GPU) knows how to copy; this file knows
+when: a copy starts as soon as the value is saved, copies in flight are bounded, a value asked for before its copy has
+ended is simply still there, and reading one value starts the copies of those that backward will want next.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,6 @@ from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.values import alive
 
 MAX_IN_FLIGHT_BYTES = 64 * 2**20
-PREFETCH_BYTES = 64 * 2**20
 
 
 class Copy(Protocol):
@@ -35,8 +34,8 @@ class Copy(Protocol):
         ...
 
 
-class Place(Protocol):
-    """Where one storage lies in the lower tier."""
+Place = Any
+"""Where one storage lies in the lower tier: only its tier knows what it is."""
 
 
 class Tier(Protocol):
@@ -66,8 +65,10 @@ class OffloadStore:
         self.tier = tier
         self.failure: str | None = None
         """Why the tier refused a value, once it did: from then on values are kept on the device."""
-        self._max_in_flight_bytes = max_in_flight_bytes
-        self._in_flight: list[OffloadedValue] = []
+        self.max_in_flight_bytes = max_in_flight_bytes
+        """Bound on the bytes of copies on their way: down in forward, ahead of need in backward."""
+        # Weak: a value that nobody wants any more ends its own copy and goes.
+        self._in_flight: list[weakref.ref[OffloadedValue]] = []
         self._order: list[weakref.ref[OffloadedValue]] = []
         self._lock = threading.RLock()
 
@@ -84,18 +85,18 @@ class OffloadStore:
                 self._fail(error)
                 return None
             value = OffloadedValue(self, ledger, source, place, copy, number=len(self._order))
-            self._in_flight.append(value)
+            self._in_flight.append(weakref.ref(value))
             self._order.append(weakref.ref(value))
         return value
 
     def settle(self) -> None:
         """Wait for every copy in flight; called when forward ends, so that what was freed really is."""
         with self._lock:
-            self._drain(self._max_in_flight_bytes)
+            self._drain(self.max_in_flight_bytes)
 
     def prefetch_before(self, number: int) -> None:
         """Start reading the values saved just before value `number`: backward wants them next."""
-        budget_bytes = PREFETCH_BYTES
+        budget_bytes = self.max_in_flight_bytes
         with self._lock:
             for reference in reversed(self._order[:number]):
                 value = alive(reference)
@@ -115,17 +116,22 @@ class OffloadStore:
                     value.number = number
 
     def _drain(self, incoming_bytes: int) -> None:
-        self._in_flight = [value for value in self._in_flight if not value.end_write(block=False)]
-        while self._in_flight and self._in_flight_bytes() + incoming_bytes > self._max_in_flight_bytes:
-            self._in_flight.pop(0).end_write(block=True)
-
-    def _in_flight_bytes(self) -> int:
-        return sum(value.num_bytes for value in self._in_flight)
+        """Wait until `incoming_bytes` more may be in flight."""
+        values = [value for reference in self._in_flight if (value := alive(reference)) is not None]
+        values = [value for value in values if not value.end_write(block=False)]
+        in_flight_bytes = sum(value.num_bytes for value in values)
+        while values and in_flight_bytes + incoming_bytes > self.max_in_flight_bytes:
+            oldest = values.pop(0)
+            oldest.end_write(block=True)
+            in_flight_bytes -= oldest.num_bytes
+        self._in_flight = [weakref.ref(value) for value in values]
 
     def _fail(self, error: OSError) -> None:
+        if self.failure is not None:
+            return  # the copies that were on their way fail one by one; once is enough to tell
         self.failure = (
-            f"offload to {self.tier.describe()} failed ({error}); the values stay on the device and offload is off from "
-            "now on. Free space there, or set offload_to to a directory with more room."
+            f"offload to {self.tier.describe()} failed ({error}); the values stay on the device and offload is off "
+            "from now on. Free space there, or set offload_to to a directory with more room."
         )
         warnings.warn(self.failure, stacklevel=2)
 
@@ -142,7 +148,8 @@ class OffloadedValue:
         self._ledger = ledger
         self._device = source.device
         self._place = place
-        self._source: torch.Tensor | None = source  # alive until the copy has ended
+        # Alive until the copy has ended; for good when it failed.
+        self._source: torch.Tensor | None = source
         self._write: Copy | None = copy
         self._read: Copy | None = None
         self._value: torch.Tensor | None = None
@@ -156,15 +163,13 @@ class OffloadedValue:
                 return True
             if not block and not self._write.is_done():
                 return False
-            try:
-                self._write.wait()
-            except OSError as error:
-                # The source is still here: nothing is lost, the value is simply kept.
-                self._value = self._source
-                self._write = self._source = None
+            error = _end(self._write)
+            self._write = None
+            if error is not None:
+                # The source is still here: nothing is lost, the value is simply kept (and counted as held).
                 self._store._fail(error)
                 return True
-            self._write = self._source = None
+            self._source = None
             self._ledger.release(self.num_bytes)
             self._ledger.freed("offload", self.num_bytes)
             return True
@@ -182,22 +187,36 @@ class OffloadedValue:
             if self._source is not None:
                 return self._source
             self.start_read()
+            is_on_its_way = self._read is not None
+        if is_on_its_way:
+            # Not under our own lock: this takes the locks of other values, whose readers may be here at the same time.
+            self._store.prefetch_before(self.number)
+        with self._lock:
             if self._read is not None:
-                self._store.prefetch_before(self.number)
                 self._read.wait()
                 self._read = None
             assert self._value is not None
             return self._value
 
     def __del__(self) -> None:
-        if self._write is not None:
-            self._write.wait()
+        # The place may be given to another value only when no copy uses it any more; a copy that failed has ended too.
+        for copy in (self._write, self._read):
+            if copy is not None:
+                _end(copy)  # nobody wants the value any more, so its error is of no interest
+        if self._source is not None:
             self._ledger.release(self.num_bytes)
-        elif self._source is None and self._value is not None:
-            if self._read is not None:
-                self._read.wait()
+        elif self._value is not None:
             self._ledger.recover(-self.num_bytes)
         self._store.tier.free(self._place)
+
+
+def _end(copy: Copy) -> OSError | None:
+    """Wait for a copy and return its error, if any, without the traceback: its frames would keep the value alive."""
+    try:
+        copy.wait()
+    except OSError as error:
+        return error.with_traceback(None)
+    return None
 
 
 def flat_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The lower tier of a CUDA device: pinned host memory, copied on streams of its own.
 
-A write waits (on the copy stream) for the kernels that made the value; a read makes the compute stream wait for it. Pinned
-buffers are reused by size and bounded in sum: pinning is slow, and pinned memory is taken from everybody.
+A write waits (on the copy stream) for the kernels that made the value; a read makes the compute stream wait for it.
+Pinned buffers are reused by size and bounded in sum: pinning is slow, and pinned memory is taken from everybody.
 """
 
 from __future__ import annotations

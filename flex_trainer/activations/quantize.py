@@ -1,9 +1,10 @@
 """Quantise: a floating activation is stored in 8 bits, with one scale per row.
 
-A row is the last dimension of the tensor as it was saved. For int8 the scale of row r is max|x_r| / 127, so the error of
-an element is at most scale / 2 = max|x_r| / 254. For float8_e4m3fn the scale is max|x_r| / 448 and the relative error of
-an element is at most 2^-4 (3 mantissa bits), down to the format's subnormals. Scales have a floor (an all-zero row stays
-zero), and values are clamped before the cast. NaN and infinity do not survive int8; a tensor that holds any is kept.
+A row is the last dimension of the tensor as it was saved. For int8 the scale of row r is max|x_r| / 127, so the error
+of an element is at most scale / 2 = max|x_r| / 254. For float8_e4m3fn the scale is max|x_r| / 448 and the relative
+error of an element is at most 2^-4 (3 mantissa bits), down to the format's subnormals. Scales have a floor (an all-zero
+row stays zero), and values are clamped before the cast. NaN and infinity do not survive int8; a tensor that holds any
+is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class QuantizedValue:
             and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
             and tensor.storage_offset() == 0
             and tensor.numel() > 0
-            and bool(torch.isfinite(tensor.detach()).all())
+            # All of the storage, not only what this view shows: other views of it are read from the same codes.
+            and bool(torch.isfinite(tensor.detach().as_strided((tensor.numel(),), (1,))).all())
         )
 
     def read(self) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
     forward    region R runs under pack hooks. What it saves is numbered 0, 1, 2, ... and dropped; its outputs are
                remembered by storage, so that a later operator which saves one of them gets "output k of R, this view".
-    backward   the first value that is asked for replays R from its inputs, under the RNG and autocast state of the first
-               run. The n-th tensor the replay saves fills the n-th slot; the k-th output fills the slot of output k. Slots
-               nobody holds any more are skipped, and the replay stops once the last needed one is full.
+    backward   the first value that is asked for replays R from its inputs, under the RNG and autocast state of the
+               first run. The n-th tensor the replay saves fills the n-th slot; the k-th output fills the slot of output
+               k. Slots nobody holds any more are skipped, and the replay stops once the last needed one is full.
 
-The inputs are packed values themselves: an input that was dropped too is recovered by replaying its region first. This is
-the paper's recompute (BaGuaLu-2, section IV-B) at the granularity of an operator.
+The inputs are packed values themselves: an input that was dropped too is recovered by replaying its region first. This
+is the paper's recompute (BaGuaLu-2, section IV-B) at the granularity of an operator.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Region:
     ) -> None:
         """`pack_input` turns a tensor argument into a packed value; everything else is kept as it is."""
         self.name = name
-        self._function: Callable[..., Any] | None = function
+        self._function = function
         leaves, self._spec = tree_flatten((args, kwargs))
-        self._leaves: list[Any] | None = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
+        self._leaves = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
         self._state = ExecutionState.capture(_device_of(leaves))
         self._ledger = ledger
         self._inner: dict[int, weakref.ref[Slot]] = {}
@@ -69,7 +69,6 @@ class Region:
         """Run the operator again and fill every live slot. Random streams are left as they were found."""
         inner = {number: slot for number, ref in self._inner.items() if (slot := alive(ref)) and slot.value is None}
         outputs = {index: slot for index, ref in self._outputs.items() if (slot := alive(ref)) and slot.value is None}
-        assert self._leaves is not None and self._function is not None
         args, kwargs = tree_unflatten(
             [leaf.recover() if isinstance(leaf, _PackedLeaf) else leaf for leaf in self._leaves], self._spec
         )
@@ -100,8 +99,9 @@ class Region:
         missing = [number for number, slot in inner.items() if slot.value is None]
         if missing:
             raise RuntimeError(
-                f"replaying {self.name} saved fewer tensors than its first run did (number {missing[0]} is missing): the "
-                "operator takes another path the second time. Leave 'recompute' out of strategies, or report the model."
+                f"replaying {self.name} saved fewer tensors than its first run did (number {missing[0]} is missing):"
+                " the operator takes another path the second time. Leave 'recompute' out of strategies, or report the"
+                " model."
             )
 
 

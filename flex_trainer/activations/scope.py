@@ -1,9 +1,9 @@
 """The scope of one micro-batch: decides, for every tensor that autograd saves, in which form it is held.
 
-Every storage has one producer: the operator whose run made it, or, for what is computed between operators, the enclosing
-block. The producer's strategy governs the storage, wherever it is saved and however often. That rules out by construction
-what the paper calls conflicting mitigation (BaGuaLu-2, section V-A): one logical tensor in two precisions or on two
-devices, because two consumers chose differently.
+Every storage has one producer: the operator whose run made it, or, for what is computed between operators, the
+enclosing block. The producer's strategy governs the storage, wherever it is saved and however often. That rules out by
+construction what the paper calls conflicting mitigation (BaGuaLu-2, section V-A): one logical tensor in two precisions
+or on two devices, because two consumers chose differently.
 
 A scope is open during one forward. It keeps nothing alive afterwards: what backward needs hangs on the autograd graph.
 """
@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from flex_trainer.activations.context import scope_is
+from flex_trainer.activations.context import current_scope, scope_is
 from flex_trainer.activations.identity import StorageTable, is_plain, storage_bytes, storage_key
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
@@ -77,11 +77,12 @@ class Scope:
         parameters: Iterable[torch.Tensor],
         store: Callable[[], OffloadStore] | None = None,
         quantize_dtype: torch.dtype = torch.int8,
+        min_mitigated_bytes: int = MIN_MITIGATED_BYTES,
         on_memory: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `on_memory` is called at points
-        where memory in use is worth sampling: operator boundaries in forward, values coming back in backward."""
+        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `on_memory` is called at
+        points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward."""
         self.ledger = ledger
         self.trace = Trace()
         self.was_used = False
@@ -89,6 +90,7 @@ class Scope:
         self._choices = choices
         self._store = store
         self._quantize_dtype = quantize_dtype
+        self._min_mitigated_bytes = min_mitigated_bytes
         self._on_memory = on_memory
         self._now = now
         self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
@@ -111,7 +113,10 @@ class Scope:
     # Running operators
 
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one operator or block under its strategy and return its result."""
+        """Run one operator or block under its strategy and return its result; plainly, where this is not the thread's
+        current scope (in a replay, for one)."""
+        if current_scope() is not self:
+            return function(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         call = CallTrace(site, parent=self._stack[-1] if self._stack else -1)
         for tensor in tensors:
@@ -149,8 +154,16 @@ class Scope:
         region = Region(name, function, args, kwargs, self._pack_input, self.ledger)
         self._region, self._region_call = region, index
         self._num_packs = 0
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+        versions = [tensor._version for tensor in inputs]
         with saved_tensors_hooks(self._pack_inner, self._unpack):
-            return function(*args, **kwargs), region
+            result = function(*args, **kwargs)
+        if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
+            raise RuntimeError(
+                f"{name} changes one of its inputs in place, so it cannot be run a second time in backward. Use the "
+                "out-of-place form of that operation, or leave 'recompute' out of strategies."
+            )
+        return result, region
 
     def _note_outputs(self, index: int, strategy: Strategy, result: Any, region: Region | None) -> None:
         call = self.trace.calls[index]
@@ -233,7 +246,10 @@ class Scope:
         if entry.region is not None and entry.version == tensor._version:
             region, output = entry.region
             return PackedOutput(region.output_slot(output), tensor, name)
-        if entry.strategy in (Strategy.OFFLOAD, Strategy.QUANTIZE) and entry.version == tensor._version:
+        # A storage of rounded numbers may be shown as numbers only, never as integers or bits.
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        is_mitigated = entry.strategy is Strategy.OFFLOAD or (entry.strategy is Strategy.QUANTIZE and is_number)
+        if is_mitigated and entry.version == tensor._version:
             stored = alive(entry.stored) or self._put(entry, tensor)
             if stored is not None:
                 return PackedStored(stored, tensor, name)
@@ -245,7 +261,7 @@ class Scope:
 
     def _put(self, entry: _Entry, tensor: torch.Tensor) -> StoredValue | None:
         """Offload or quantise the storage, unless it is too small, already held as it is, or of the wrong kind."""
-        if storage_bytes(tensor) < MIN_MITIGATED_BYTES or alive(entry.holding) is not None:
+        if storage_bytes(tensor) < self._min_mitigated_bytes or alive(entry.holding) is not None:
             return None
         stored: StoredValue | None = None
         if entry.strategy is Strategy.OFFLOAD and self._store is not None:

@@ -1,7 +1,7 @@
 """What autograd holds in place of a saved tensor.
 
-The lifetime of everything here belongs to the autograd graph: a packed value dies with the node that saved it, and takes
-along whatever only it kept alive. Nothing points back at autograd nodes, so there are no reference cycles.
+The lifetime of everything here belongs to the autograd graph: a packed value dies with the node that saved it, and
+takes along whatever only it kept alive. Nothing points back at autograd nodes, so there are no reference cycles.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class PackedReference:
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self._tensor = tensor
-        self._version = tensor._version
+        self._version = None if tensor.is_inference() else tensor._version
         self._name = name
 
     def get(self) -> torch.Tensor:
-        _check_version(self._tensor, self._version, self._name)
+        if self._version is not None:
+            _check_version(self._tensor, self._version, self._name)
         return self._tensor
 
 
@@ -106,21 +107,23 @@ class Slot:
 class PackedInner:
     """A tensor saved inside a recomputed region: the n-th one that the replay saves."""
 
-    __slots__ = ("_name", "_shape", "_slot", "_watch")
+    __slots__ = ("_dtype", "_name", "_shape", "_slot", "_watch")
 
     def __init__(self, slot: Slot, tensor: torch.Tensor, name: str) -> None:
         self._slot = slot
         self._shape = tensor.shape
+        self._dtype = tensor.dtype
         self._watch = VersionWatch(tensor)
         self._name = name
 
     def get(self) -> torch.Tensor:
         self._watch.check(self._name)
         value = self._slot.read()
-        if value.shape != self._shape:
+        if value.shape != self._shape or value.dtype != self._dtype:
             raise RuntimeError(
-                f"replaying {self._name} gave a tensor of shape {tuple(value.shape)} where the first run gave "
-                f"{tuple(self._shape)}: the operator is not a function of its inputs. Leave 'recompute' out of strategies."
+                f"replaying {self._name} gave a {value.dtype} tensor of shape {tuple(value.shape)} where the first run"
+                f" gave {self._dtype} {tuple(self._shape)}: the operator is not a function of its inputs. Leave"
+                " 'recompute' out of strategies."
             )
         return value
 
@@ -174,7 +177,7 @@ class PackedStored:
         return self._view.of(value.untyped_storage(), value.device)
 
 
-def alive(reference: weakref.ref | None):  # noqa: ANN201 - the referent's type
+def alive(reference: weakref.ref | None):
     """What a weak reference points at, or None."""
     return None if reference is None else reference()
 
@@ -183,6 +186,6 @@ def _check_version(tensor: torch.Tensor, version: int, name: str) -> None:
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"saved in {name} was at version {version} and is now at version {tensor._version}. Use the out-of-place form "
-            "of the operation that changed it."
+            f"saved in {name} was at version {version} and is now at version {tensor._version}. Use the out-of-place "
+            "form of the operation that changed it."
         )

@@ -1,1 +1,52 @@
-"""Benchmarks that anyone can rerun: `flex-trainer bench NAME`."""
+"""Benchmarks: `flex-trainer bench NAME`. Each one returns figures, the bounds it is held against, and which it meets."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+from flex_trainer.config import nearest
+
+BENCHMARKS = ("step",)
+
+
+def run(name: str, quick: bool = False) -> dict[str, Any]:
+    """Run a benchmark.
+
+    Args:
+        name: one of `BENCHMARKS`.
+        quick: few steps of small models: shows that it runs, the figures mean little.
+
+    Returns:
+        `{"name", "machine", "figures", "bounds", "meets"}`; the keys of "meets" are the numbers of the requirements.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in BENCHMARKS:
+        raise ValueError(f"there is no benchmark {name!r}; {nearest(name, BENCHMARKS)}")
+    from flex_trainer.bench import step
+
+    figures, bounds, meets = step.measure(quick)
+    return {"name": name, "machine": machine(), "figures": figures, "bounds": bounds, "meets": meets}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import accelerate
+    import psutil
+    import torch
+    import transformers
+
+    return {
+        "processor": platform.machine(),
+        "num_cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "num_threads": torch.get_num_threads(),
+    }

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The benchmark, such as step.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small and fast: to see that it runs, not to measure.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small and fast: shows that it runs.")] = False,
 ) -> None:
     """Measure, and compare with the stated bounds. A missed bound is reported; the exit code stays 0."""
     if json_file is not None:

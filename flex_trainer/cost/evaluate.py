@@ -31,6 +31,10 @@ class SegmentCost:
     """The most needed on top of what is held, at any time in the segment's backward: recovered values and gradients."""
     forward_bytes: int
     """The most needed on top of what is held while an operator runs forward."""
+    offloaded_bytes: int = 0
+    """In the lower tier until backward."""
+    shared: frozenset[int] = frozenset()
+    """Values outside of the layers that replays here need: indices into `ActivationGraph.shared_bytes`."""
 
 
 def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates) -> SegmentCost:
@@ -56,17 +60,20 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
         if value.owner >= 0 and regions[value.owner] >= 0:
             made_by_region.setdefault(regions[value.owner], []).append(index)
     output_is_needed = [False] * len(operators)
+    shared: set[int] = set()
     for index in range(len(operators) - 1, -1, -1):
         if regions[index] != index:
             continue
         output_is_needed[index] = any(needed[value] for value in made_by_region.get(index, ()))
         if is_live[index] or output_is_needed[index]:
             is_live[index] = True
+            shared.update(operators[index].shared_inputs)
             for value in operators[index].inputs:
                 needed[value] = True
 
     # Step 2: bytes and seconds.
     held_bytes = 0
+    offloaded_bytes = 0
     added_seconds = 0.0
     recovered_bytes: dict[int, int] = {}
     for index, value in enumerate(values):
@@ -80,12 +87,12 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
         if not needed[index]:
             continue
         strategy = strategies.get(value.owner, Strategy.KEEP)
-        if strategy in (Strategy.OFFLOAD, Strategy.QUANTIZE):
+        if rates.moves(strategy, value.num_bytes, value.element_bytes):
             added_seconds += rates.moved(strategy, value.num_bytes)
             unit = _unit(operators, value.owner)
             recovered_bytes[unit] = recovered_bytes.get(unit, 0) + value.num_bytes
-            if strategy is Strategy.QUANTIZE:
-                held_bytes += int(value.num_bytes * rates.quantized_fraction)
+            held_bytes += rates.left_bytes(strategy, value.num_bytes, value.element_bytes)
+            offloaded_bytes += value.num_bytes if strategy is Strategy.OFFLOAD else 0
         else:
             held_bytes += value.num_bytes
     for index, operator in enumerate(operators):
@@ -94,18 +101,27 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
             if operator.site.is_block and not output_is_needed[index]:
                 added_seconds -= _unpaid_seconds(operators, index, last_saver[index])
 
-    # Step 3: what comes on top while operators run.
+    # Step 3: what comes on top while operators run: the gradients of what goes in and out, and, where an operator is
+    # made of several (attention as plain matrix products), the gradient of its largest internal value and a copy on
+    # its way.
+    internal_bytes = [0] * len(operators)
+    for value in values:
+        if value.owner >= 0 and value.owner in value.savers:
+            internal_bytes[value.owner] = max(internal_bytes[value.owner], value.num_bytes)
     gradient_bytes: dict[int, int] = {}
     for index, operator in enumerate(operators):
         if not operator.site.is_block:
             unit = _unit(operators, index)
-            gradient_bytes[unit] = max(gradient_bytes.get(unit, 0), operator.input_bytes + operator.output_bytes)
+            around_bytes = operator.input_bytes + operator.output_bytes + 2 * internal_bytes[index]
+            gradient_bytes[unit] = max(gradient_bytes.get(unit, 0), around_bytes)
     units = recovered_bytes.keys() | gradient_bytes.keys()
     return SegmentCost(
         held_bytes=held_bytes,
         added_seconds=added_seconds,
         backward_bytes=max((recovered_bytes.get(unit, 0) + gradient_bytes.get(unit, 0) for unit in units), default=0),
         forward_bytes=max((recovered_bytes.get(unit, 0) for unit in units), default=0),
+        offloaded_bytes=offloaded_bytes,
+        shared=frozenset(shared),
     )
 
 

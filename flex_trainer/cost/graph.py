@@ -15,6 +15,7 @@ class Value:
     owner: int
     num_bytes: int
     savers: tuple[int, ...]
+    element_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Operator:
     seconds: float
     output_bytes: int
     input_bytes: int
+    shared_inputs: tuple[int, ...] = ()
+    """Of what it takes: indices into `ActivationGraph.shared_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,11 @@ class Segment:
     def shape_key(self) -> tuple[object, ...]:
         """Equal for segments that differ in nothing the planner cares about (times and names apart)."""
         return (
-            tuple((op.site.kind, op.site.is_replayable, op.parent, op.inputs, op.output_bytes) for op in self.operators),
-            tuple((value.owner, value.num_bytes, value.savers) for value in self.values),
+            tuple(
+                (op.site.kind, op.site.is_replayable, op.parent, op.inputs, op.output_bytes, op.shared_inputs)
+                for op in self.operators
+            ),
+            self.values,
         )
 
 
@@ -52,6 +58,9 @@ class ActivationGraph:
     """A whole forward, cut into segments: the layers in order, then the outside (embedding, final norm, head, loss)."""
 
     segments: tuple[Segment, ...]
+    shared_bytes: tuple[int, ...] = ()
+    """Sizes of values made outside of the layers that nobody saves, but that a replay inside a layer takes (an
+    attention mask, position ids): held as soon as one layer needs them, once for all layers."""
 
     @property
     def layers(self) -> tuple[Segment, ...]:
@@ -59,9 +68,8 @@ class ActivationGraph:
 
     def with_routed_rows(self, layer: int, factor: float) -> ActivationGraph:
         """The same graph with the values of one layer's experts `factor` times as large: another number of rows."""
-        return ActivationGraph(
-            tuple(_scale_experts(segment, factor) if segment.layer == layer else segment for segment in self.segments)
-        )
+        segments = (_scale_experts(segment, factor) if segment.layer == layer else segment for segment in self.segments)
+        return replace(self, segments=tuple(segments))
 
 
 def cut_into_segments(
@@ -73,8 +81,9 @@ def cut_into_segments(
     owners: list[int],
     value_bytes: list[int],
     savers: list[list[int]],
+    element_bytes: list[int],
 ) -> ActivationGraph:
-    """Build the graph from flat lists over calls (first five) and over values (last three)."""
+    """Build the graph from flat lists over calls (first five) and over values (last four)."""
     layer_of = [site.layer for site in sites]
     calls: dict[int, list[int]] = defaultdict(list)
     values: dict[int, list[int]] = defaultdict(list)
@@ -82,6 +91,18 @@ def cut_into_segments(
         calls[layer].append(index)
     for index, owner in enumerate(owners):
         values[layer_of[owner] if owner >= 0 else -1].append(index)
+    shared = {
+        value: number
+        for number, value in enumerate(
+            dict.fromkeys(
+                value
+                for index, taken in enumerate(inputs)
+                for value in taken
+                if layer_of[index] >= 0 and sites[index].is_replayable and owners[value] < 0 and not savers[value]
+            )
+        )
+    }
+    taken_abroad = _taken_abroad(sites, inputs, owners)
     segments = []
     for layer in sorted(calls.keys() | values.keys(), key=lambda layer: (layer < 0, layer)):
         local_call = {index: number for number, index in enumerate(calls[layer])}
@@ -97,6 +118,7 @@ def cut_into_segments(
                         seconds[index],
                         output_bytes[index],
                         sum(value_bytes[value] for value in set(inputs[index])),
+                        tuple(shared[value] for value in inputs[index] if value in shared and layer >= 0),
                     )
                     for index in calls[layer]
                 ),
@@ -104,13 +126,29 @@ def cut_into_segments(
                     Value(
                         local_call.get(owners[index], -1),
                         value_bytes[index],
-                        tuple(local_call.get(saver, -1) for saver in savers[index]),
+                        tuple(
+                            dict.fromkeys(
+                                local_call.get(saver, -1)
+                                for saver in (*savers[index], *([-1] * (index in taken_abroad)))
+                            )
+                        ),
+                        element_bytes[index],
                     )
                     for index in values[layer]
                 ),
             )
         )
-    return ActivationGraph(tuple(segments))
+    return ActivationGraph(tuple(segments), tuple(value_bytes[value] for value in shared))
+
+
+def _taken_abroad(sites: list[Site], inputs: list[list[int]], owners: list[int]) -> set[int]:
+    """Values that an operator of one layer made and one of another takes: a replay there may need them."""
+    return {
+        value
+        for index, taken in enumerate(inputs)
+        for value in taken
+        if sites[index].is_replayable and owners[value] >= 0 and sites[owners[value]].layer != sites[index].layer
+    }
 
 
 def _scale_experts(segment: Segment, factor: float) -> Segment:
@@ -118,11 +156,20 @@ def _scale_experts(segment: Segment, factor: float) -> Segment:
     return replace(
         segment,
         values=tuple(
-            replace(value, num_bytes=int(value.num_bytes * factor)) if value.owner >= 0 and is_routed[value.owner] else value
+            replace(value, num_bytes=int(value.num_bytes * factor))
+            if value.owner >= 0 and is_routed[value.owner]
+            else value
             for value in segment.values
         ),
         operators=tuple(
-            replace(operator, seconds=operator.seconds * factor) if is_routed[index] else operator
+            replace(
+                operator,
+                seconds=operator.seconds * factor,
+                output_bytes=int(operator.output_bytes * factor),
+                input_bytes=int(operator.input_bytes * factor),
+            )
+            if is_routed[index]
+            else operator
             for index, operator in enumerate(segment.operators)
         ),
     )

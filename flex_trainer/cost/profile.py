@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 from flex_trainer.activations.trace import Trace
 from flex_trainer.cost.graph import ActivationGraph, cut_into_segments
 from flex_trainer.cost.scaling import Scaling
+from flex_trainer.files import write_whole
 from flex_trainer.strategy import Site
 
 _SMOOTHING = 0.3
@@ -27,7 +26,8 @@ class BatchShape:
     batch_size: int
     sequence_length: int
     kind: str = ""
-    """Which inputs there are, whether there is padding, dtype and autocast: what may change the operators themselves."""
+    """Which inputs there are, whether there is padding, dtype and autocast: what may change the operators themselves.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -49,36 +49,55 @@ class _Structure:
     samples: list[dict[str, Any]] = field(default_factory=list)  # (shape, sizes), for the file
     rows_per_token: dict[str, float] = field(default_factory=dict)  # of each experts block: most seen
 
+    def has_seen(self, shape: BatchShape) -> bool:
+        return any(_is_at(sample, shape) for sample in self.samples)
+
+    def predicts(self, shape: BatchShape, value_bytes: list[int], output_bytes: list[int]) -> bool:
+        """Whether these sizes at this shape are just what was expected."""
+        at = shape.batch_size, shape.sequence_length
+        return (
+            bool(self.samples)
+            and self.value_scaling.is_sure(*at)
+            and self.value_scaling.predict(*at).tolist() == value_bytes
+            and self.output_scaling.predict(*at).tolist() == output_bytes
+        )
+
 
 class Profile:
-    """Learns from the traces of micro-batches that were followed by backward."""
+    """Learns from the traces of micro-batches that were followed by backward.
+
+    A kind of batch may have several structures: some models run another sequence of operators when the sequence is
+    longer (chunked linear attention) or the batch has one row only. Each shape belongs to the structure it was last
+    seen with.
+    """
 
     def __init__(self) -> None:
-        self._structures: dict[str, _Structure] = {}  # by the kind of batch
+        self._structures: dict[str, list[_Structure]] = {}  # by the kind of batch
         self.version = 0
         """Grows when anything but a time changed: plans made before may be wrong."""
 
     def knows(self, shape: BatchShape) -> bool:
-        return shape.kind in self._structures
+        """Whether sizes at this shape can be told, not only bounded: mostly after two or three shapes of a kind."""
+        structure = self._structure(shape)
+        return structure is not None and structure.value_scaling.is_sure(shape.batch_size, shape.sequence_length)
 
     def rows(self, shape: BatchShape, experts: str) -> int | None:
         """Rows that the block called `experts` was planned to get in a micro-batch of this shape."""
-        structure = self._structures.get(shape.kind)
+        structure = self._structure(shape)
         rate = None if structure is None else structure.rows_per_token.get(experts)
         return None if rate is None else round(rate * shape.num_tokens)
 
     def observe(self, shape: BatchShape, trace: Trace, routed_rows: Mapping[str, int]) -> None:
         """Learn sizes and times from one forward; `routed_rows`: rows that each experts block got."""
-        structure = self._structures.get(shape.kind)
-        if structure is None or not _same_structure(structure, trace):
-            structure = self._structures[shape.kind] = _structure_of(trace)
-            self.version += 1
+        structure = self._structure_for(shape, trace)
         value_bytes = [value.num_bytes for value in trace.values]
         output_bytes = [call.output_bytes for call in trace.calls]
-        sample = {"batch": shape.batch_size, "sequence": shape.sequence_length}
-        if not any(all(known[key] == sample[key] for key in sample) for known in structure.samples):
-            structure.samples.append({**sample, "values": value_bytes, "outputs": output_bytes})
-            self.version += 1
+        if not structure.has_seen(shape):
+            # A size that turns out as predicted changes no plan.
+            if not structure.predicts(shape, value_bytes, output_bytes):
+                self.version += 1
+            sizes = {"values": value_bytes, "outputs": output_bytes}
+            structure.samples.append({"batch": shape.batch_size, "sequence": shape.sequence_length, **sizes})
         for experts, num_rows in routed_rows.items():
             rate = num_rows / max(shape.num_tokens, 1)
             structure.rows_per_token[experts] = max(rate, structure.rows_per_token.get(experts, 0.0))
@@ -89,9 +108,42 @@ class Profile:
             old = structure.seconds_per_unit[index]
             structure.seconds_per_unit[index] = rate if old < 0 else old + _SMOOTHING * (rate - old)
 
+    def _structure(self, shape: BatchShape) -> _Structure | None:
+        """The structure that a micro-batch of this shape is expected to have."""
+        known = self._structures.get(_key(shape), [])
+        for structure in known:
+            if structure.has_seen(shape):
+                return structure
+        if len(known) <= 1:
+            return known[0] if known else None
+        # The one of the next longer sequences seen: it holds no less. None when this one is longer than all.
+        lengths = [
+            (sample["sequence"], number)
+            for number, structure in enumerate(known)
+            for sample in structure.samples
+            if sample["sequence"] >= shape.sequence_length
+        ]
+        return known[min(lengths)[1]] if lengths else None
+
+    def _structure_for(self, shape: BatchShape, trace: Trace) -> _Structure:
+        """The structure of this trace, new if need be. The shape leaves any other structure that had it."""
+        known = self._structures.setdefault(_key(shape), [])
+        found = next((structure for structure in known if _same_structure(structure, trace)), None)
+        for structure in known:
+            if structure is not found and structure.has_seen(shape):
+                structure.samples = [sample for sample in structure.samples if not _is_at(sample, shape)]
+                self.version += 1
+        if found is None:
+            found = _structure_of(trace)
+            known.append(found)
+            self.version += 1
+        known[:] = [structure for structure in known if structure.samples or structure is found]
+        return found
+
     def graph(self, shape: BatchShape) -> ActivationGraph:
         """The activation graph of a micro-batch of this shape."""
-        structure = self._structures[shape.kind]
+        structure = self._structure(shape)
+        assert structure is not None, "graph comes after knows"
         return cut_into_segments(
             structure.sites,
             structure.parents,
@@ -104,12 +156,18 @@ class Profile:
             structure.owners,
             structure.value_scaling.predict(shape.batch_size, shape.sequence_length).tolist(),
             structure.savers,
+            structure.value_scaling.element_bytes,
         )
 
     def save(self, path: Path, fingerprint: str) -> None:
-        """Write everything learnt to a JSON file (atomically). `fingerprint` says which model it belongs to."""
-        kinds = {
-            kind: {
+        """Write everything learnt to a JSON file (whole or not at all). `fingerprint` says which model it belongs to.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        structures = [
+            {
+                "key": key,
                 "sites": [vars(site) for site in s.sites],
                 "parents": s.parents,
                 "inputs": s.inputs,
@@ -120,49 +178,73 @@ class Profile:
                 "samples": s.samples,
                 "rows_per_token": s.rows_per_token,
             }
-            for kind, s in self._structures.items()
-        }
-        text = json.dumps({"format": _FORMAT, "fingerprint": fingerprint, "kinds": kinds})
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+            for key, known in self._structures.items()
+            for s in known
+        ]
+        text = json.dumps({"format": _FORMAT, "fingerprint": fingerprint, "structures": structures})
+        write_whole(path, text, what="the seed profile")
 
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> Profile:
         """Read a file written by `save`.
 
         Raises:
-            ValueError: not such a file, or of another model.
+            ValueError: not such a file, one that cannot be read, or one of another model.
         """
+        profile = cls()
         try:
-            data = json.loads(path.read_text())
-            is_ours = data["format"] == _FORMAT
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-            raise ValueError(f"seed_profile={str(path)!r} is not a FlexTrainer profile ({error}); delete it") from error
-        if not is_ours or data["fingerprint"] != fingerprint:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            of_model = data["fingerprint"]
+            is_ours = data["format"] == _FORMAT and of_model == fingerprint
+            for d in data["structures"] if is_ours else ():
+                profile._structures.setdefault(d["key"], []).append(_structure_from(d))
+        except (OSError, KeyError, TypeError, IndexError, ValueError) as error:  # also broken text and broken JSON
             raise ValueError(
-                f"seed_profile={str(path)!r} belongs to another model or version ({data.get('fingerprint')!r}, this run is "
+                f"seed_profile={str(path)!r} is not a FlexTrainer profile ({type(error).__name__}: {error}); delete "
+                "it, or give another path"
+            ) from error
+        if not is_ours:
+            raise ValueError(
+                f"seed_profile={str(path)!r} belongs to another model or version ({of_model!r}, this run is "
                 f"{fingerprint!r}); give another path, or delete the file to have it measured again"
             )
-        profile = cls()
-        for kind, d in data["kinds"].items():
-            structure = _Structure(
-                sites=[Site(**site) for site in d["sites"]],
-                parents=d["parents"],
-                inputs=d["inputs"],
-                owners=d["owners"],
-                savers=d["savers"],
-                value_scaling=Scaling(d["element_bytes"]),
-                output_scaling=Scaling([1] * len(d["sites"])),
-                seconds_per_unit=d["seconds_per_unit"],
-                samples=d["samples"],
-                rows_per_token=d["rows_per_token"],
-            )
-            for sample in structure.samples:
-                structure.value_scaling.observe(sample["batch"], sample["sequence"], sample["values"])
-                structure.output_scaling.observe(sample["batch"], sample["sequence"], sample["outputs"])
-            profile._structures[kind] = structure
         return profile
+
+
+def _key(shape: BatchShape) -> str:
+    """Batches of one row run other operators in some models (what is expanded over rows is then no copy)."""
+    return f"{shape.kind} rows={'1' if shape.batch_size == 1 else 'n'}"
+
+
+def _is_at(sample: Mapping[str, Any], shape: BatchShape) -> bool:
+    return sample["batch"] == shape.batch_size and sample["sequence"] == shape.sequence_length
+
+
+def _structure_from(d: Mapping[str, Any]) -> _Structure:
+    """From the file's form, checked: lists that belong together are equally long."""
+    structure = _Structure(
+        sites=[Site(**site) for site in d["sites"]],
+        parents=d["parents"],
+        inputs=d["inputs"],
+        owners=d["owners"],
+        savers=d["savers"],
+        value_scaling=Scaling(d["element_bytes"]),
+        output_scaling=Scaling([1] * len(d["sites"])),
+        seconds_per_unit=d["seconds_per_unit"],
+        samples=d["samples"],
+        rows_per_token=d["rows_per_token"],
+    )
+    num_calls, num_values = len(structure.sites), len(structure.owners)
+    by_call = [structure.parents, structure.inputs, structure.seconds_per_unit]
+    by_value = [structure.savers, structure.value_scaling.element_bytes]
+    by_call += [sample["outputs"] for sample in structure.samples]
+    by_value += [sample["values"] for sample in structure.samples]
+    if any(len(part) != num_calls for part in by_call) or any(len(part) != num_values for part in by_value):
+        raise ValueError("lists that belong together differ in length")
+    for sample in structure.samples:
+        structure.value_scaling.observe(sample["batch"], sample["sequence"], sample["values"])
+        structure.output_scaling.observe(sample["batch"], sample["sequence"], sample["outputs"])
+    return structure
 
 
 def _structure_of(trace: Trace) -> _Structure:

@@ -1,9 +1,13 @@
 """How the size of a value follows the shape of a batch, found by elimination.
 
-A saved tensor's number of elements is a coefficient times one of a few units: 1, B, S, B S, S^2, B S^2 (B sequences of S
-tokens). From one shape several units may fit (S may happen to divide the hidden size); every further shape eliminates those
-that do not. A prediction is the largest over the units still standing: exact as soon as one is left, and never too small
-for a batch longer than any seen.
+A saved tensor's number of elements is a coefficient times one of a few units: 1, B, S, B S, S^2, B S^2 (B sequences
+of S tokens), B (S + 1) (labels padded for the shift), B S (S + 1) (attention with a sink). From one shape several
+units may fit (S may happen to divide the hidden size); every further shape eliminates those that do not. A prediction
+is the largest over the units still standing: exact as soon as one is left, and never too small for a batch longer
+than any seen.
+
+A value that follows none of them (chunks of a fixed length, for example) is predicted from the most elements per token
+seen; where those grew with S, from the most elements per S^2 for batches longer than any seen.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ import numpy as np
 def units(batch_size: int, sequence_length: int) -> np.ndarray:
     """The candidate units at this shape, as a vector."""
     b, s = batch_size, sequence_length
-    return np.array([1, b, s, b * s, s * s, b * s * s], dtype=np.float64)
+    return np.array([1, b, s, b * s, s * s, b * s * s, b * (s + 1), b * s * (s + 1)], dtype=np.float64)
 
 
-_TOKENS = 3  # index of the unit B S
+_TOKENS, _PAIRS = 3, 5  # indices of the units B S and B S^2
+_SURE_SHARE = 0.01
+"""Sizes are sure when the units still standing differ by less than this share of all bytes."""
 
 
 class Scaling:
@@ -30,7 +36,12 @@ class Scaling:
         self._shapes: dict[tuple[int, int], np.ndarray] = {}
         self._stands: np.ndarray | None = None  # (units, values): not eliminated yet
         self._coefficients: np.ndarray | None = None  # (units, values), in elements
-        self._envelope = np.zeros(len(element_bytes))  # most elements per token seen
+        # For values that follow no unit: most elements per B S and per B S^2 seen, and elements per token at the
+        # shortest and the longest sequence seen.
+        self._per_token = np.zeros(len(element_bytes))
+        self._per_pair = np.zeros(len(element_bytes))
+        self._shortest: tuple[int, np.ndarray] | None = None
+        self._longest: tuple[int, np.ndarray] | None = None
 
     @property
     def element_bytes(self) -> list[int]:
@@ -51,16 +62,43 @@ class Scaling:
         if self._coefficients is not None and self._stands is not None:
             fits &= self._stands & np.isclose(coefficients, self._coefficients, rtol=1e-9)
         self._coefficients, self._stands = coefficients, fits
-        self._envelope = np.maximum(self._envelope, coefficients[_TOKENS])
+        self._per_token = np.maximum(self._per_token, coefficients[_TOKENS])
+        self._per_pair = np.maximum(self._per_pair, coefficients[_PAIRS])
+        if self._shortest is None or sequence_length < self._shortest[0]:
+            self._shortest = sequence_length, coefficients[_TOKENS]
+        if self._longest is None or sequence_length > self._longest[0]:
+            self._longest = sequence_length, coefficients[_TOKENS]
 
     def predict(self, batch_size: int, sequence_length: int) -> np.ndarray:
         """Bytes of every value at this shape; int64."""
         known = self._shapes.get((batch_size, sequence_length))
         if known is not None:
             return known.astype(np.int64)
-        assert self._coefficients is not None and self._stands is not None, "predict comes after observe"
-        shape_units = units(batch_size, sequence_length)
-        candidates = np.where(self._stands, self._coefficients * shape_units[:, None], -1.0).max(axis=0)
-        fallback = self._envelope * shape_units[_TOKENS]
-        elements = np.where(candidates >= 0, candidates, fallback)
+        largest, _ = self._candidates(batch_size, sequence_length)
+        elements = np.where(largest >= 0, largest, self._fallback(batch_size, sequence_length))
         return np.ceil(elements * self._element_bytes).astype(np.int64)
+
+    def is_sure(self, batch_size: int, sequence_length: int) -> bool:
+        """Whether the sizes at this shape are known, and not only an upper bound: no unit that would make a difference
+        is left to eliminate."""
+        if (batch_size, sequence_length) in self._shapes:
+            return True
+        largest, smallest = self._candidates(batch_size, sequence_length)
+        unsure_bytes = float(((largest - smallest) * self._element_bytes)[largest >= 0].sum())
+        return unsure_bytes <= _SURE_SHARE * float(self.predict(batch_size, sequence_length).sum())
+
+    def _candidates(self, batch_size: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Largest and smallest number of elements over the units still standing; the largest is -1 where none is."""
+        assert self._coefficients is not None and self._stands is not None, "predict comes after observe"
+        elements = self._coefficients * units(batch_size, sequence_length)[:, None]
+        largest = np.where(self._stands, elements, -1.0).max(axis=0)
+        return largest, np.where(self._stands, elements, np.inf).min(axis=0)
+
+    def _fallback(self, batch_size: int, sequence_length: int) -> np.ndarray:
+        assert self._shortest is not None and self._longest is not None
+        shape_units = units(batch_size, sequence_length)
+        by_token = self._per_token * shape_units[_TOKENS]
+        if sequence_length <= self._longest[0]:
+            return by_token
+        has_grown = self._longest[1] > self._shortest[1]
+        return np.where(has_grown, np.maximum(by_token, self._per_pair * shape_units[_PAIRS]), by_token)

@@ -1,7 +1,7 @@
 """From documents to samples: draw a length and a domain for each micro-batch, then cut the domain's tokens to it.
 
-Documents of a domain follow each other, separated by the end-of-sequence token, as one stream of tokens. Sample i takes the
-next tokens of its domain's stream, so no token is used twice and the result depends on the seed alone:
+Documents of a domain follow each other, separated by the end-of-sequence token, as one stream of tokens. Sample i takes
+the next tokens of its domain's stream, so no token is used twice and the result depends on the seed alone:
 
     micro-batch        0         1                  2
     length class       1x        3x                 1x

@@ -1,8 +1,8 @@
 """Finds the operators of an unmodified Hugging Face model.
 
-Nothing here knows a class name of a family. Decoder layers are the `GradientCheckpointingLayer`s that transformers makes of
-them; expert blocks are what the model's own expert-parallel plan sends to `ep_dispatch_experts`, and what carries the
-experts interface; routers are the small matrices beside the experts; the rest follows from the module tree.
+Nothing here knows a class name of a family. Decoder layers are the `GradientCheckpointingLayer`s that transformers
+makes of them; expert blocks are what the model's own expert-parallel plan sends to `ep_dispatch_experts`, and what
+carries the experts interface; routers are the small matrices beside the experts; the rest follows from the module tree.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def discover(model: nn.Module) -> ModelMap:
     layers = [module for module in names if isinstance(module, GradientCheckpointingLayer)] or _no_split_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no decoder layers: none of its modules is a transformers GradientCheckpointingLayer "
-            f"and none is named in _no_split_modules. FlexTrainer manages the activations of such layers; use transformers' "
-            "Trainer for this model."
+            f"{type(model).__name__} has no decoder layers: none of its modules is a transformers"
+            " GradientCheckpointingLayer and none is named in _no_split_modules. FlexTrainer manages the activations of"
+            " such layers; use transformers' Trainer for this model."
         )
     experts = set(find_experts(model))
     walk = _Walk(names, experts)
@@ -99,27 +99,34 @@ class _Walk:
 
     def layer(self, layer: nn.Module, index: int) -> None:
         self._add(layer, "layer", index, is_block=True, is_replayable=False)
+        has_experts = any(child in self._experts for child in layer.children())
         for name, child in layer.named_children():
-            self._part(name, child, index)
+            if has_experts and _is_router_name(name):  # router and experts may stand in the layer itself
+                self._add(child, "router", index, is_replayable=False)
+            else:
+                self._part(name, child, index)
 
     def outside(self, model: nn.Module) -> None:
         """The final norm and the output head."""
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        get_head = getattr(model, "get_output_embeddings", None)
+        head = get_head() if callable(get_head) else None
         for module in self._names:
             if module not in self._seen and _is_norm(module) and self._is_beside_layers(module):
                 self._add(module, "final_norm", -1)
-        if head is not None and head not in self._seen:
+        if isinstance(head, nn.Module) and head not in self._seen:
             self._add(head, "lm_head", -1)
 
     def _is_beside_layers(self, module: nn.Module) -> bool:
         """Whether the module's parent also holds the list of decoder layers."""
-        prefix = self._names[module].rpartition(".")[0]
-        parents = {self._names[found.module].rsplit(".", 2)[0] for found in self.found if found.site.kind == "layer"}
-        return prefix in parents
+        layers = [self._names[found.module] for found in self.found if found.site.kind == "layer"]
+        return _parent(self._names[module]) in {_parent(_parent(name)) for name in layers}
 
     def _part(self, name: str, module: nn.Module, layer: int) -> None:
         """A child of a decoder layer."""
-        if any(part in self._experts for part in module.modules()):
+        if isinstance(module, nn.ModuleList):  # several of a kind in one layer
+            for child in module:
+                self._part(name, child, layer)
+        elif any(part in self._experts for part in module.modules()):
             self._moe(module, layer)
         elif _is_norm(module):
             self._add(module, "norm", layer)
@@ -138,7 +145,7 @@ class _Walk:
         for name, child in module.named_children():
             if any(part in self._experts for part in child.modules()):
                 self._moe(child, layer)
-            elif _ROUTER_NAME.search(name) and "shared" not in name:
+            elif _is_router_name(name):
                 self._add(child, "router", layer, is_replayable=False)
             elif _is_norm(child):
                 self._add(child, "norm", layer)
@@ -148,9 +155,16 @@ class _Walk:
                 self._add(child, "linear", layer)
 
     def _block(self, module: nn.Module, kind: str, layer: int) -> None:
-        """A block and the operators that are its children."""
-        self._add(module, kind, layer, is_block=True)
+        """A block and the operators that are its children.
+
+        What looks like an MLP or attention may be a Mixture-of-Experts of a kind that `find_experts` does not know:
+        with a router inside, it is not replayed.
+        """
+        self._add(module, kind, layer, is_block=True, is_replayable=not _has_router(module))
         for name, child in module.named_children():
+            if _is_router_name(name) or _has_router(child):
+                self._add(child, "router", layer, is_replayable=False)
+                continue
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or not any(True for _ in child.parameters()):
                 if name.startswith("act"):
                     self._add(child, "activation", layer)
@@ -164,6 +178,18 @@ class _Walk:
             return
         self._seen.add(module)
         self.found.append(Operator(module, Site(self._names[module], kind, layer, is_block, is_replayable)))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_router_name(name: str) -> bool:
+    return bool(_ROUTER_NAME.search(name)) and "shared" not in name
+
+
+def _has_router(module: nn.Module) -> bool:
+    return any(_is_router_name(name.rpartition(".")[2]) for name, _ in module.named_modules() if name)
 
 
 def _is_norm(module: nn.Module) -> bool:

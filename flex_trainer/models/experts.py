@@ -8,8 +8,8 @@ Between the router and the sum over experts lie five operators, each with a stra
     down         grouped product:                  (S, I) -> (S, D)
     combine      weight, restore order, sum:       (S, D) -> (N, D)
 
-The arithmetic and its order are those of transformers' `grouped_mm`, so that losses and gradients are equal bit for bit;
-the sort and the counts are routing data, computed once and kept.
+The arithmetic and its order are those of transformers' `grouped_mm`, so that losses and gradients are equal bit for
+bit; the sort and the counts are routing data, computed once and kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from transformers.integrations.moe import _grouped_linear
 
 from flex_trainer.strategy import Site
@@ -48,7 +47,7 @@ class ExpertSites:
 
 
 def split_experts_forward(
-    experts: nn.Module,
+    experts: Any,  # a module of a class that use_experts_implementation decorates
     sites: ExpertSites,
     run: Run,
     hidden_states: torch.Tensor,
@@ -58,6 +57,7 @@ def split_experts_forward(
     """The experts' output (N, D) for `hidden_states` (N, D), `top_k_index` (N, K) and `top_k_weights` (N, K)."""
     num_experts = experts.num_experts
     num_top_k = top_k_index.size(-1)
+    dtype = hidden_states.dtype  # the closures below must not keep hidden_states itself alive
     # Step 1: routing data. Rows for experts of other ranks carry the id `num_experts` and sort to the end.
     expert_ids, order = torch.sort(top_k_index.reshape(-1))
     row_weights = top_k_weights.reshape(-1)[order]
@@ -94,7 +94,7 @@ def split_experts_forward(
         weighted = rows * row_weights.unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.size(0), device=order.device)
-        return weighted[inverse].view(-1, num_top_k, weighted.size(-1)).sum(dim=1).to(hidden_states.dtype)
+        return weighted[inverse].view(-1, num_top_k, weighted.size(-1)).sum(dim=1).to(dtype)
 
     rows = run(sites.dispatch, dispatch, hidden_states)
     rows = run(sites.up, up, rows)

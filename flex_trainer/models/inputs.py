@@ -14,8 +14,8 @@ _MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_values
 def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchShape:
     """The shape of a micro-batch: batch size, sequence length, and what else may change which operators run.
 
-    A padding mask that masks nothing is skipped by transformers' mask functions, and then attention runs another way: so
-    whether there is padding is part of the kind.
+    A padding mask that masks nothing is skipped by transformers' mask functions, and then attention runs another way:
+    so whether there is padding is part of the kind.
     """
     tensors = {f"arg{number}": arg for number, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
     tensors.update({name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)})

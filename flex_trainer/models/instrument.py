@@ -1,8 +1,8 @@
 """Puts the engine between a model and its operators, and takes it out again.
 
-A module's `forward` is replaced on the instance (whatever was there is called, so earlier replacements keep working). The
-attention core and the experts are functions that modules look up in transformers' registries at every call; the lookup is
-wrapped on the registry instance while any model is instrumented.
+A module's `forward` is replaced on the instance (whatever was there is called, so earlier replacements keep working).
+The attention core and the experts are functions that modules look up in transformers' registries at every call; the
+lookup is wrapped on the registry instance while any model is instrumented.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.scope import Scope
 from flex_trainer.models.discovery import ModelMap, Operator
 from flex_trainer.models.experts import ExpertSites, split_experts_forward
 from flex_trainer.strategy import Site
@@ -36,10 +38,8 @@ class Instrumentation:
         for operator in model_map.operators:
             if operator.site.kind == "experts":
                 self._replace_forward(operator.module, self._experts_forward(operator, on_routed))
-            elif operator.site.is_block:
-                self._replace_forward(operator.module, _block_forward(operator))
             else:
-                self._replace_forward(operator.module, _operator_forward(operator))
+                self._replace_forward(operator.module, _module_forward(operator))
         attention_sites = {
             operator.module: Site(f"{operator.site.name}.core", "attention_core", operator.site.layer)
             for operator in model_map.operators
@@ -69,6 +69,7 @@ class Instrumentation:
 
     def _experts_forward(self, operator: Operator, on_routed: OnRouted) -> Callable[..., Callable[..., Any]]:
         site, module = operator.site, operator.module
+        module_site = _ModuleSite(operator)
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -78,61 +79,78 @@ class Instrumentation:
                 top_k_index = _top_k_index(args, kwargs)
                 if top_k_index is not None:
                     on_routed(site, top_k_index, int(getattr(module, "num_experts", 0) or 0))
-                return scope.run(site, original, *args, **kwargs)
+                return module_site.run(scope, original, args, kwargs)
 
             return forward
 
         return make
 
     def _wrap_loss(self, model: nn.Module) -> None:
-        """Make the loss function an operator, where the model has one to set."""
-        original = getattr(model, "loss_function", None)
-        if original is None or not callable(original):
+        """Make the loss function an operator, where there is one to set."""
+        # A wrapper such as PEFT's hands reads through to the model inside, but not writes.
+        owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if owner is None:
             return
-        had_own = "_loss_function" in vars(model)
+        had_own = "_loss_function" in vars(owner)
+        original = owner.loss_function
         site = Site("loss", "loss", -1)
 
         def loss_function(*args: Any, **kwargs: Any) -> Any:
             scope = current_scope()
             return original(*args, **kwargs) if scope is None else scope.run(site, original, *args, **kwargs)
 
-        model.loss_function = loss_function
+        owner.loss_function = loss_function
 
         def undo() -> None:
             if had_own:
-                model._loss_function = original
+                owner._loss_function = original
             else:
-                del model._loss_function
+                del owner._loss_function
 
         self._undo.append(undo)
 
 
-def _operator_forward(operator: Operator) -> Callable[..., Callable[..., Any]]:
-    site = operator.site
+class _ModuleSite:
+    """A module's site, as it may be used in this forward.
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            scope = current_scope()
-            return original(*args, **kwargs) if scope is None else scope.run(site, original, *args, **kwargs)
+    A replay must find the module as the first run did, and change nothing. So a module with buffers is kept in its
+    first forward, which shows whether it writes into them (counters, running statistics); if it does, it is kept for
+    good. And it is kept whenever it is given a cache, which would be written twice.
+    """
 
-        return forward
+    def __init__(self, operator: Operator) -> None:
+        self._site = operator.site
+        self._kept = replace(operator.site, is_replayable=False)
+        self._module = operator.module
+        self._is_checked = not self._buffers()
+        self._now = self._site if self._is_checked else self._kept
 
-    return make
+    def run(self, scope: Scope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        has_cache = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+        if self._is_checked:
+            return scope.run(self._kept if has_cache else self._now, function, *args, **kwargs)
+        before = self._buffers()
+        facts = [(id(buffer), buffer._version) for buffer in before]
+        result = scope.run(self._kept, function, *args, **kwargs)
+        self._is_checked = True
+        if facts == [(id(buffer), buffer._version) for buffer in self._buffers()]:
+            self._now = self._site
+        return result
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return list(self._module.buffers())
 
 
-def _block_forward(operator: Operator) -> Callable[..., Callable[..., Any]]:
-    """As an operator's, but a block that writes into a cache is not replayed: the cache would be written twice."""
-    site = operator.site
-    fixed = Site(site.name, site.kind, site.layer, site.is_block, is_replayable=False)
-    is_layer = site.kind == "layer"
+def _module_forward(operator: Operator) -> Callable[..., Callable[..., Any]]:
+    site = _ModuleSite(operator)
+    is_layer = operator.site.kind == "layer"
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             scope = current_scope()
             if scope is None:
                 return original(*args, **kwargs)
-            has_cache = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
-            result = scope.run(fixed if has_cache else site, original, *args, **kwargs)
+            result = site.run(scope, original, args, kwargs)
             if is_layer:
                 scope.sweep()
             return result
@@ -156,9 +174,7 @@ class _Registries:
         self._experts: weakref.WeakKeyDictionary[nn.Module, ExpertSites] = weakref.WeakKeyDictionary()
         self._num_models = 0
 
-    def add(
-        self, attention: dict[nn.Module, Site], experts: dict[nn.Module, ExpertSites]
-    ) -> Callable[[], None]:
+    def add(self, attention: dict[nn.Module, Site], experts: dict[nn.Module, ExpertSites]) -> Callable[[], None]:
         self._attention.update(attention)
         self._experts.update(experts)
         self._num_models += 1

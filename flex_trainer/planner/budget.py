@@ -4,8 +4,8 @@
     steady  i >= W:  U -= actual[i - W];  budget = M_max - U;           run;  U += actual
 
 M_max is the limit, U what is in use, M0 the least a micro-batch can hold (everything recomputed), W the number of
-micro-batches in flight before the first backward. Replacing the budget by the actual bytes keeps an error from cascading.
-With W = 1 (no pipeline) this is what is left of the limit.
+micro-batches in flight before the first backward. Replacing the budget by the actual bytes keeps an error from
+cascading. With W = 1 (no pipeline) this is what is left of the limit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ class BudgetAllocator:
         self._num_warmup = num_warmup
         self._in_flight: dict[int, int] = {}
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Activation bytes of the micro-batches between their forward and their backward."""
+        return sum(self._in_flight.values())
+
     def next(self, limit_bytes: int, other_bytes: int, minimum_bytes: int) -> int:
         """The budget of the next micro-batch; it may be negative when nothing is left.
 
@@ -29,7 +34,7 @@ class BudgetAllocator:
             minimum_bytes: M0.
         """
         remaining = max(self._num_warmup - len(self._in_flight), 1)
-        left_bytes = limit_bytes - other_bytes - sum(self._in_flight.values())
+        left_bytes = limit_bytes - other_bytes - self.in_flight_bytes
         return (left_bytes - remaining * minimum_bytes) // remaining + minimum_bytes
 
     def commit(self, micro_batch: int, actual_bytes: int) -> None:

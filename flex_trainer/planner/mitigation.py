@@ -1,12 +1,17 @@
 """Algorithm 2 of BaGuaLu-2 (section V-A): mitigate operators until the micro-batch fits.
 
-While the predicted peak is over the budget, take the best mitigation left that lowers it, apply it, and look again, since
-one choice changes what others free. "Best" is most bytes per second of added time (the mitigation bandwidth of the paper's
-roofline), or, as in the paper's own listing, simply most bytes. At the end, mitigations that later ones made unnecessary
-are taken back.
+While the predicted peak is over the budget, take the best mitigation left that lowers it, apply it, and look again,
+since one choice changes what others free. "Best" is most bytes per second of added time (the mitigation bandwidth of
+the paper's roofline), or, as in the paper's own listing, simply most bytes. At the end, mitigations that later ones
+made unnecessary are taken back.
 
-The paper's conflict check (one tensor in two precisions or places) has its counterpart in the cost rules: a value has one
-owner and one strategy, and a mitigation that frees nothing because somebody else holds the same storage has no gain here.
+The paper's conflict check (one tensor in two precisions or places) has its counterpart in the cost rules: a value has
+one owner and one strategy, and a mitigation that frees nothing because somebody else holds the same storage has no
+gain here.
+
+One step at a time does not always get there: a first step may free nothing until a second one is taken. Where it does
+not, the plans that mitigate everything are tried, so that a micro-batch is never called too large when one of those
+would fit.
 """
 
 from __future__ import annotations
@@ -34,16 +39,28 @@ class _Candidate:
     strategy: Strategy
 
 
+_State = tuple[Timeline, list[dict[int, Strategy]], list[_Candidate]]
+"""A timeline, the strategies it stands for (by segment and operator index), and the candidates applied to get there."""
+
+
 class MitigationPlanner:
     """Plans one graph; segments of the same shape share their evaluations."""
 
     def __init__(
-        self, graph: ActivationGraph, allowed: Iterable[Strategy], rates: Rates, *, largest_first: bool = False
+        self,
+        graph: ActivationGraph,
+        allowed: Iterable[Strategy],
+        rates: Rates,
+        *,
+        largest_first: bool = False,
+        transient_factor: float = 1.0,
     ) -> None:
         self._segments = graph.segments
+        self._shared_bytes = graph.shared_bytes
         self._allowed = tuple(allowed)
         self._rates = rates
         self._largest_first = largest_first
+        self._transient_factor = transient_factor
         classes: dict[object, int] = {}
         self._class_of = [classes.setdefault(segment.shape_key, index) for index, segment in enumerate(self._segments)]
         self._memo: dict[tuple[int, frozenset[tuple[int, Strategy]]], SegmentCost] = {}
@@ -70,17 +87,86 @@ class MitigationPlanner:
             }
             for segment in self._segments
         ]
-        timeline = self._timeline(chosen, gradients)
-        applied = self._mitigate(timeline, chosen, available_bytes, fixed)
-        self._take_back(timeline, chosen, applied, available_bytes)
-        return self._plan(chosen, timeline, available_bytes, gradients)
+        kept = self._timeline(chosen, gradients).peak()
+        if kept.num_bytes <= available_bytes or not self._allowed:
+            return self._plan(chosen, available_bytes, gradients)
+        # What is on its way up in backward fills up to the copies' bound again, so the first bytes that are offloaded
+        # free nothing, and single steps would never start. Hence one plan without offload, and one with that bound
+        # set aside.
+        without = tuple(strategy for strategy in self._allowed if strategy is not Strategy.OFFLOAD)
+        set_aside_bytes = min(self._rates.in_flight_bytes, kept.held_bytes)
+        trials = [(without, available_bytes)] if without else []
+        if Strategy.OFFLOAD in self._allowed:
+            trials.append((self._allowed, available_bytes - set_aside_bytes))
+        plans = [
+            self._plan(self._choose(chosen, allowed, room_bytes, gradients, fixed), available_bytes, gradients)
+            for allowed, room_bytes in trials
+        ]
+        return min(plans, key=lambda plan: (not plan.fits, plan.added_seconds if plan.fits else plan.peak_bytes))
 
-    def _timeline(self, chosen: list[dict[int, Strategy]], gradients: GradientBytes | None) -> Timeline:
+    def _choose(
+        self,
+        start: list[dict[int, Strategy]],
+        allowed: tuple[Strategy, ...],
+        room_bytes: int,
+        gradients: GradientBytes | None,
+        fixed: Mapping[str, Strategy],
+    ) -> list[dict[int, Strategy]]:
+        """Strategies by segment and operator index that bring the peak, copies on their way left out, to
+        `room_bytes`."""
+        chosen = [dict(choice) for choice in start]
+        timeline = self._timeline(chosen, gradients, in_flight_bytes=0)
+        candidates = list(self._candidates(allowed, fixed))
+        applied = self._mitigate(timeline, chosen, room_bytes, candidates)
+        if timeline.peak().num_bytes > room_bytes:
+            best = timeline, chosen, applied
+            timeline, chosen, applied = self._everything(best, start, allowed, candidates, gradients)
+        self._take_back(timeline, chosen, applied, room_bytes)
+        return chosen
+
+    def uniform(self, everywhere: Strategy, gradients: GradientBytes | None = None) -> Plan:
+        """What one strategy for everything costs: the plan of a micro-batch that is run to measure."""
+        chosen = [
+            {index: everywhere for index, op in enumerate(segment.operators) if _may(everywhere, op.site)}
+            if everywhere is not Strategy.KEEP
+            else {}
+            for segment in self._segments
+        ]
+        return self._plan(chosen, self._timeline(chosen, gradients).peak().num_bytes, gradients)
+
+    def _timeline(
+        self, chosen: list[dict[int, Strategy]], gradients: GradientBytes | None, in_flight_bytes: int | None = None
+    ) -> Timeline:
         costs = [self._cost(index, choice) for index, choice in enumerate(chosen)]
-        return Timeline(costs, [segment.layer for segment in self._segments], gradients)
+        layers = [segment.layer for segment in self._segments]
+        in_flight_bytes = self._rates.in_flight_bytes if in_flight_bytes is None else in_flight_bytes
+        return Timeline(costs, layers, gradients, self._shared_bytes, self._transient_factor, in_flight_bytes)
+
+    def _everything(
+        self,
+        best: _State,
+        start: list[dict[int, Strategy]],
+        allowed: tuple[Strategy, ...],
+        candidates: list[_Candidate],
+        gradients: GradientBytes | None,
+    ) -> _State:
+        """The lowest peak among `best` and the plans that mitigate all that has not run yet: each strategy alone, and
+        each with another one for what it cannot be applied to."""
+        for order in ((first, second) for first in allowed for second in allowed):
+            chosen = [dict(choice) for choice in start]
+            applied = []
+            for candidate in candidates:
+                site = self._segments[candidate.segment].operators[candidate.operator].site
+                if candidate.strategy is next((strategy for strategy in order if _may(strategy, site)), None):
+                    chosen[candidate.segment][candidate.operator] = candidate.strategy
+                    applied.append(candidate)
+            timeline = self._timeline(chosen, gradients, in_flight_bytes=0)
+            if timeline.peak().num_bytes < best[0].peak().num_bytes:
+                best = timeline, chosen, applied
+        return best
 
     def _minimum_bytes(self) -> int:
-        """M0: the least that can be held at the end of forward."""
+        """M0: the least that one strategy for everything, segment by segment, holds at the end of forward."""
         return sum(
             min(
                 self._cost(number, {i: s for i, op in enumerate(segment.operators) if _may(s, op.site)}).held_bytes
@@ -90,14 +176,18 @@ class MitigationPlanner:
         )
 
     def _mitigate(
-        self, timeline: Timeline, chosen: list[dict[int, Strategy]], available_bytes: int, fixed: Mapping[str, Strategy]
+        self,
+        timeline: Timeline,
+        chosen: list[dict[int, Strategy]],
+        available_bytes: int,
+        candidates: Iterable[_Candidate],
     ) -> list[_Candidate]:
         peak = timeline.peak().num_bytes
         applied: list[_Candidate] = []
         if peak <= available_bytes:
             return applied
         heap: list[tuple[float, int, int, _Candidate]] = []
-        for number, candidate in enumerate(self._candidates(fixed)):
+        for number, candidate in enumerate(candidates):
             score = self._score(candidate, chosen)
             if score > 0:
                 heapq.heappush(heap, (-score, candidate.segment, number, candidate))
@@ -155,12 +245,12 @@ class MitigationPlanner:
         now = self._cost(candidate.segment, chosen[candidate.segment])
         return now.added_seconds - self._cost(candidate.segment, choice).added_seconds
 
-    def _candidates(self, fixed: Mapping[str, Strategy]) -> Iterable[_Candidate]:
+    def _candidates(self, allowed: tuple[Strategy, ...], fixed: Mapping[str, Strategy]) -> Iterable[_Candidate]:
         for number, segment in enumerate(self._segments):
             for index, operator in enumerate(segment.operators):
                 if operator.site.name in fixed:
                     continue
-                for strategy in self._allowed:
+                for strategy in allowed:
                     if _may(strategy, operator.site):
                         yield _Candidate(number, index, strategy)
 
@@ -186,10 +276,10 @@ class MitigationPlanner:
     def _plan(
         self,
         chosen: list[dict[int, Strategy]],
-        timeline: Timeline,
         available_bytes: int,
         gradients: GradientBytes | None,
     ) -> Plan:
+        timeline = self._timeline(chosen, gradients)
         peak = timeline.peak()
         kept_peak = self._timeline([{} for _ in chosen], gradients).peak()
         return Plan(
@@ -200,6 +290,7 @@ class MitigationPlanner:
             },
             predicted_bytes=peak.held_bytes,
             peak_bytes=peak.num_bytes,
+            on_top_bytes=peak.on_top_bytes,
             demand_bytes=kept_peak.held_bytes,
             demand_peak_bytes=kept_peak.num_bytes,
             added_seconds=sum(self._cost(index, choice).added_seconds for index, choice in enumerate(chosen)),

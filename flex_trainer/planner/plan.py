@@ -17,19 +17,21 @@ class Plan:
     """Activation bytes held at the end of forward."""
     peak_bytes: int = 0
     """Highest point over forward and backward."""
+    on_top_bytes: int = 0
+    """The transient part of the peak."""
     demand_bytes: int = 0
     """What keeping everything would hold at the end of forward."""
     demand_peak_bytes: int = 0
     added_seconds: float = 0.0
     minimum_bytes: int = 0
-    """The least any plan for this micro-batch holds at the end of forward: M0 of Algorithm 1."""
+    """The least that one strategy for everything, segment by segment, holds at the end of forward: M0 of Algorithm 1.
+    """
     held_by_layer: tuple[int, ...] = ()
     """Predicted bytes held once layer l has run, for every layer l."""
     fits: bool = True
 
     def strategy(self, site: Site) -> Strategy:
         return self.strategies.get(site.name, Strategy.KEEP)
-
 
     def held_until(self, layer: int) -> int:
         """Most bytes predicted to be held while layer `layer` runs."""

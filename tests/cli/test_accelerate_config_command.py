@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.config_args import ClusterConfig
 
 from flex_trainer.cli import main
 
@@ -21,7 +21,7 @@ def test_prints_just_the_path(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     path = Path(output.removesuffix("\n"))
     assert path.is_file()
-    settings = load_config_from_file(str(path))
+    settings = ClusterConfig.from_yaml_file(str(path))
     assert settings.fsdp_config is not None
     assert settings.fsdp_config["fsdp_version"] == 2
 
@@ -30,7 +30,7 @@ def test_overrides_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     output = tmp_path / "launch.yaml"
     assert run("demo", "accelerate=cpu_2proc", "--output", str(output)) == 0
     assert capsys.readouterr().out == f"{output}\n"
-    assert load_config_from_file(str(output)).num_processes == 2
+    assert ClusterConfig.from_yaml_file(str(output)).num_processes == 2
 
 
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,74 @@
+"""The models and batches that benchmarks run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BenchShape:
+    """A model with random weights and a batch size."""
+
+    name: str
+    architecture: str
+    config: dict[str, Any]
+    batch_size: int
+    sequence_length: int
+
+
+_MLA = {  # equal sizes of queries, keys and values: only then torch's fused attention runs on a CPU
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+_COMMON = {"vocab_size": 384, "max_position_embeddings": 8192, "use_cache": False, "pad_token_id": 0}
+
+REFERENCE = BenchShape(
+    "reference",
+    "deepseek_v3",
+    {
+        **_COMMON,
+        **_MLA,
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    batch_size=4,
+    sequence_length=1024,
+)
+LONG = BenchShape("long", "deepseek_v3", {**REFERENCE.config, "num_hidden_layers": 4}, batch_size=1, sequence_length=6144)
+FEW_BIG_EXPERTS = BenchShape(
+    "few_big_experts",
+    "mixtral",
+    {
+        **_COMMON,
+        "hidden_size": 256,
+        "intermediate_size": 896,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    batch_size=4,
+    sequence_length=1024,
+)
+
+
+def quick(shape: BenchShape) -> BenchShape:
+    """A small version: still large enough that activations are more than the process's noise."""
+    return BenchShape(
+        shape.name, shape.architecture, {**shape.config, "num_hidden_layers": 3}, shape.batch_size, shape.sequence_length // 2
+    )

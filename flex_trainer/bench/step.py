@@ -1,0 +1,179 @@
+"""`flex-trainer bench step`: FlexTrainer against the plain Trainer and against gradient checkpointing.
+
+    requirement 1   under a real cap between both, plain dies, FlexTrainer finishes with bit-equal losses
+    requirement 2   step time there: against checkpointing, and against plain without a cap
+    requirement 3   step time with ample memory: against plain
+    requirement 4   300 micro-batches of 1x to 8x the shortest length: peak against limit
+    requirement 5   planning time against step time
+
+All sides run in turns, each in a fresh process (its own peak, its own cap); times are medians over all rounds, without the
+first steps of each process. Deterministic algorithms are on for all sides, so that losses can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from rich.console import Console
+
+from flex_trainer.bench.child import varied_lengths
+from flex_trainer.bench.shapes import FEW_BIG_EXPERTS, LONG, REFERENCE, BenchShape, quick
+from flex_trainer.testing.processes import SubprocessResult, run_in_subprocess
+
+BOUNDS = {
+    "cap_vs_checkpoint_step_ratio": 0.80,
+    "cap_vs_plain_step_ratio": 1.20,
+    "ample_vs_plain_step_ratio": 1.03,
+    "peak_vs_limit": 1.0,
+    "least_use_of_limit": 0.85,
+    "plan_share": 0.005,
+}
+CAP_SHARE = 0.6
+"""Where the cap lies between checkpointing's peak (0) and plain's (1)."""
+WARM_UP_STEPS = 3
+"""Steps left out of the times: first touches, the profile and the first plans."""
+_OUT_OF_MEMORY = "can't allocate memory"
+_TIMEOUT_S = 1800.0
+
+
+def measure(is_quick: bool) -> tuple[dict[str, Any], dict[str, float], dict[str, bool]]:
+    """Figures, bounds and met requirements."""
+    console = Console(stderr=True)
+    shapes = [REFERENCE, LONG, FEW_BIG_EXPERTS]
+    if is_quick:
+        shapes = [quick(REFERENCE)]
+    figures: dict[str, Any] = {}
+    for number, shape in enumerate(shapes):
+        num_rounds = 1 if is_quick else 3 if number == 0 else 2
+        figures |= {f"{shape.name}/{key}": value for key, value in _compare(shape, num_rounds, console).items()}
+    figures |= {f"varied/{key}": value for key, value in _vary(shapes[0], 24 if is_quick else 300, console).items()}
+    return figures, dict(BOUNDS), _meets(figures, shapes[0].name)
+
+
+def _meets(figures: dict[str, Any], name: str) -> dict[str, bool]:
+    def figure(key: str) -> Any:
+        return figures[f"{name}/{key}"]
+
+    return {
+        "1": figure("plain_dies_at_cap") and figure("flex_finishes_at_cap") and figure("losses_are_bit_equal"),
+        "2": figure("cap_vs_checkpoint_step_ratio") <= BOUNDS["cap_vs_checkpoint_step_ratio"]
+        and figure("cap_vs_plain_step_ratio") <= BOUNDS["cap_vs_plain_step_ratio"],
+        "3": figure("ample_vs_plain_step_ratio") <= BOUNDS["ample_vs_plain_step_ratio"]
+        and figure("ample_losses_are_bit_equal"),
+        "4": figures["varied/num_over_limit"] == 0
+        and figures["varied/peak_vs_limit"] <= BOUNDS["peak_vs_limit"]
+        and figures["varied/use_of_limit_under_demand"] >= BOUNDS["least_use_of_limit"],
+        "5": figure("plan_share") < BOUNDS["plan_share"] and figures["varied/plan_share"] < BOUNDS["plan_share"],
+    }
+
+
+def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, Any]:
+    """Requirements 1, 2, 3 and 5 for one shape."""
+    lengths = [shape.sequence_length] * (WARM_UP_STEPS + 4)
+    # Step 1: the peaks of both extremes set the cap.
+    console.print(f"{shape.name}: peaks of plain and of gradient checkpointing", highlight=False)
+    first = {side: _run(shape, lengths, side=side) for side in ("plain", "checkpoint")}
+    plain_peak, checkpoint_peak = first["plain"]["peak_bytes"], first["checkpoint"]["peak_bytes"]
+    cap_bytes = int(checkpoint_peak + CAP_SHARE * (plain_peak - checkpoint_peak))
+    # Step 2: who survives the cap.
+    console.print(f"{shape.name}: under a cap of {cap_bytes / 2**20:.0f} MiB", highlight=False)
+    dead = _try(shape, lengths, side="plain", enforce_bytes=cap_bytes)
+    capped = {"side": "flex", "limit_bytes": cap_bytes, "enforce_bytes": cap_bytes}
+    alone = {name: _run(shape, lengths[:4], **capped, strategies=[name]) for name in ("recompute", "offload")}
+    # Step 3: times, in turns.
+    sides: dict[str, dict[str, Any]] = {
+        "plain": {"side": "plain"},
+        "checkpoint": {"side": "checkpoint"},
+        "cap": capped,
+        "ample": {"side": "flex"},
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for number in range(num_rounds):
+        for name, options in sides.items():
+            console.print(f"{shape.name}: round {number + 1} of {num_rounds}, {name}", highlight=False)
+            run = _run(shape, lengths, **options)
+            runs[name].append(run)
+            seconds[name] += run["seconds"][WARM_UP_STEPS:]
+    step = {name: statistics.median(values) for name, values in seconds.items()}
+    records = [record for run in runs["cap"] for record in run["records"]]
+    losses = first["plain"]["losses"]
+    return {
+        "plain_peak_mib": plain_peak / 2**20,
+        "checkpoint_peak_mib": checkpoint_peak / 2**20,
+        "cap_mib": cap_bytes / 2**20,
+        "cap_peak_mib": max(run["peak_bytes"] for run in runs["cap"]) / 2**20,
+        "plain_dies_at_cap": dead.exit_code != 0 and _OUT_OF_MEMORY in dead.error,
+        "flex_finishes_at_cap": all(len(run["losses"]) == len(lengths) for run in runs["cap"]),
+        "losses_are_bit_equal": all(run["losses"] == losses for run in runs["cap"])
+        and all(run["losses"] == losses[:4] for run in alone.values()),
+        "ample_losses_are_bit_equal": all(run["losses"] == losses for run in runs["ample"]),
+        **{f"{name}_step_s": value for name, value in step.items()},
+        "cap_vs_checkpoint_step_ratio": step["cap"] / step["checkpoint"],
+        "cap_vs_plain_step_ratio": step["cap"] / step["plain"],
+        "ample_vs_plain_step_ratio": step["ample"] / step["plain"],
+        "plain_vs_checkpoint_step_ratio": step["plain"] / step["checkpoint"],
+        **{
+            f"freed_{strategy}_mib": max(record["freed_bytes"][strategy] for record in records[1:]) / 2**20
+            for strategy in ("recompute", "offload")
+        },
+        "prediction_error_percent": _prediction_error_percent(records),
+        "plan_share": _plan_share(records),
+    }
+
+
+def _vary(shape: BenchShape, num_micro_batches: int, console: Console) -> dict[str, Any]:
+    """Requirement 4: lengths from 1x to 8x under a real cap that the longest would pass if all were kept."""
+    longest, shortest = shape.sequence_length, shape.sequence_length // 8
+    console.print(f"varied lengths: peaks at {longest} tokens", highlight=False)
+    full = [longest] * 3
+    plain_peak, checkpoint_peak = (_run(shape, full, side=side)["peak_bytes"] for side in ("plain", "checkpoint"))
+    limit_bytes = int(checkpoint_peak + CAP_SHARE * (plain_peak - checkpoint_peak))
+    lengths = varied_lengths(num_micro_batches, shortest, longest, seed=0)
+    console.print(f"varied lengths: {num_micro_batches} micro-batches of {shortest} to {longest} tokens", highlight=False)
+    run = _run(shape, lengths, side="flex", limit_bytes=limit_bytes, enforce_bytes=limit_bytes)
+    records = run["records"]
+    # Demand above the limit: keeping everything would have passed it. The first of its kind only measures.
+    pressed = [r for r in records if r["is_spike"] and not r["is_profile"]]
+    uses = [record["peak_bytes"] / record["limit_bytes"] for record in pressed]
+    return {
+        "num_micro_batches": len(records),
+        "num_spikes": len(pressed),
+        "limit_mib": limit_bytes / 2**20,
+        "peak_mib": run["peak_bytes"] / 2**20,
+        "peak_vs_limit": run["peak_bytes"] / limit_bytes,
+        "num_over_limit": sum(record["peak_bytes"] > record["limit_bytes"] for record in records),
+        "use_of_limit_under_demand": statistics.median(uses) if uses else 0.0,
+        "least_use_of_limit_under_demand": min(uses, default=0.0),
+        "prediction_error_percent": _prediction_error_percent(records),
+        "plan_share": _plan_share(records),
+    }
+
+
+def _plan_share(records: list[dict[str, Any]]) -> float:
+    return sum(record["plan_ms"] for record in records) / sum(record["step_ms"] for record in records)
+
+
+def _prediction_error_percent(records: list[dict[str, Any]]) -> float:
+    """Mean error of the predicted activation bytes."""
+    planned = [record for record in records if not record["is_profile"]]
+    return 100 * statistics.mean(abs(r["predicted_bytes"] - r["actual_bytes"]) / r["actual_bytes"] for r in planned)
+
+
+def _run(shape: BenchShape, lengths: list[int], **options: Any) -> dict[str, Any]:
+    result = _try(shape, lengths, **options)
+    if result.exit_code != 0:
+        raise RuntimeError(f"{shape.name} {options} ended with {result.error or result.exit_code}: {result.stderr[-2000:]}")
+    return result.value
+
+
+def _try(shape: BenchShape, lengths: list[int], **options: Any) -> SubprocessResult:
+    arguments = {
+        "architecture": shape.architecture,
+        "config": shape.config,
+        "batch_size": shape.batch_size,
+        "lengths": lengths,
+        **options,
+    }
+    return run_in_subprocess("flex_trainer.bench.child:train", arguments, timeout_s=_TIMEOUT_S)

@@ -1,0 +1,87 @@
+"""Small random activation graphs, and an independent count of what a choice of strategies holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import strategies as st
+
+from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
+from flex_trainer.strategy import Site, Strategy
+
+MOVED_BYTES = 64 * 1024
+KINDS = ("norm", "linear", "attention_core", "expert_activation")
+
+
+@st.composite
+def segments(draw: st.DrawFn, layer: int) -> Segment:
+    """A layer: blocks with operators inside and operators beside them; each operator takes earlier values."""
+    operators: list[Operator] = []
+    values: list[Value] = [Value(-1, MOVED_BYTES, (-1,))]  # what comes into the layer, held by the one before
+    open_block = -1
+    for index in range(draw(st.integers(1, 7))):
+        kind = draw(st.sampled_from(("block", *KINDS, "router")))
+        parent = -1 if kind == "block" else draw(st.sampled_from((-1, open_block)))
+        inputs = tuple(sorted(draw(st.sets(st.integers(0, len(values) - 1), min_size=1, max_size=2))))
+        site = Site(f"l{layer}.o{index}", kind, layer, is_block=kind == "block", is_replayable=kind != "router")
+        operators.append(Operator(site, parent, inputs, draw(st.integers(0, 50)) * 1e-4, MOVED_BYTES, MOVED_BYTES))
+        if kind == "block":
+            open_block = index
+        elif draw(st.booleans()):  # it saves one of its inputs
+            saved = inputs[0]
+            values[saved] = _saved_by(values[saved], index)
+        for _ in range(draw(st.integers(0, 2))):
+            num_bytes = draw(st.integers(1, 40)) * 8192
+            savers = (index,) if draw(st.booleans()) else ()
+            values.append(Value(index, num_bytes, savers, draw(st.sampled_from((4, 4, 8)))))
+    return Segment(layer, tuple(operators), tuple(values))
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> ActivationGraph:
+    return ActivationGraph(tuple(draw(segments(layer)) for layer in (*range(draw(st.integers(1, 3))), -1)))
+
+
+def _saved_by(value: Value, saver: int) -> Value:
+    return Value(value.owner, value.num_bytes, (*value.savers, saver), value.element_bytes)
+
+
+def held_by_brute_force(
+    segment: Segment, choice: Mapping[int, Strategy], moves_from_bytes: int, kept_of_quantized: float
+) -> int:
+    """Bytes held at the end of forward, by asking for each value in turn who needs it, and why."""
+    operators, values = segment.operators, segment.values
+
+    def region_of(index: int) -> int | None:
+        """The outermost enclosing operator that is recomputed."""
+        found = None
+        while index >= 0:
+            if choice.get(index) is Strategy.RECOMPUTE and operators[index].site.is_replayable:
+                found = index
+            index = operators[index].parent
+        return found
+
+    def is_replayed(region: int) -> bool:
+        """Something that lies in the region is asked for in backward."""
+        mine = [i for i, value in enumerate(values) if value.owner >= 0 and region_of(value.owner) == region]
+        return any(values[i].savers or is_taken_by_a_replay(i, other_than=region) for i in mine)
+
+    def is_taken_by_a_replay(number: int, other_than: int | None) -> bool:
+        regions = {region_of(index) for index in range(len(operators))} - {None, other_than}
+        return any(r is not None and number in operators[r].inputs and is_replayed(r) for r in regions)
+
+    total = 0
+    for number, value in enumerate(values):
+        if value.owner >= 0 and region_of(value.owner) is not None:
+            continue  # dropped; comes back with the replay
+        if not value.savers and not is_taken_by_a_replay(number, other_than=None):
+            continue
+        strategy = choice.get(value.owner, Strategy.KEEP)
+        is_large = value.num_bytes >= moves_from_bytes
+        if strategy is Strategy.OFFLOAD and is_large:
+            continue
+        if strategy is Strategy.QUANTIZE and is_large and value.element_bytes == 4:
+            total += int(value.num_bytes * kept_of_quantized)
+        else:
+            total += value.num_bytes
+    return total

@@ -1,0 +1,105 @@
+"""FlexPlugin in a plain Accelerate loop: the same weights, and an accelerator given back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from flex_trainer import FlexConfig, FlexPlugin
+from flex_trainer.testing.tiny import tiny_batch, tiny_model
+from tests.fake_meter import BASE_BYTES, with_fake_meter
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def train(plugin: FlexPlugin | None) -> tuple[PreTrainedModel, list[float], list[int]]:
+    """Six micro-batches, three optimizer steps. Returns the model, the losses, and the plugin's step at each."""
+    model = tiny_model("mixtral")
+    batches = [tiny_batch(model, 2, (64, 48, 56)[number % 3], seed=number) for number in range(6)]
+    engine = accelerator()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    prepared, optimizer, loader = engine.prepare(model, optimizer, loader)
+    if plugin is not None:
+        plugin.attach(engine)
+    losses, steps = [], []
+    for batch in loader:
+        with engine.accumulate(prepared):
+            loss = prepared(**batch).loss
+            steps.append(plugin.runtime.step if plugin is not None else 0)
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    if plugin is not None:
+        plugin.detach()
+        assert "backward" not in vars(engine)
+    return model, losses, steps
+
+
+def test_loop_with_accumulation_equals_the_plain_loop() -> None:
+    plugin = FlexPlugin(FlexConfig(BASE_BYTES + 1_450_000))
+    with_fake_meter(plugin.runtime)
+    model, losses, steps = train(plugin)
+    reference, expected, _ = train(None)
+    assert losses == expected
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, reference.state_dict()[name]), name
+    records = plugin.runtime.records
+    assert steps == [record.step for record in records] == [0, 0, 1, 1, 2, 2]
+    assert any(sum(record.freed_bytes.values()) > 0 for record in records if not record.is_profile)
+
+
+def test_detach_restores_model_and_accelerator() -> None:
+    engine = accelerator()
+    model = engine.prepare(tiny_model("mixtral"))
+    plugin = FlexPlugin(FlexConfig(10**9))
+    with_fake_meter(plugin.runtime)
+    runtime = plugin.attach(engine)
+    assert plugin.is_attached and runtime is plugin.runtime
+    assert "backward" in vars(engine) and "forward" in vars(model)
+    plugin.detach()
+    assert not plugin.is_attached
+    assert "backward" not in vars(engine)
+    assert all("forward" not in vars(module) for module in model.modules())
+    plugin.detach()
+
+
+def test_no_model_or_several_models_must_be_named() -> None:
+    engine = accelerator()
+    plugin = FlexPlugin(FlexConfig(10**9))
+    with_fake_meter(plugin.runtime)
+    with pytest.raises(ValueError, match=r"has prepared 0 models; call attach after accelerator.prepare, or name"):
+        plugin.attach(engine)
+    first, second = engine.prepare(tiny_model("llama"), tiny_model("llama"))
+    with pytest.raises(ValueError, match=r"has prepared 2 models"):
+        plugin.attach(engine)
+    assert not plugin.is_attached
+    plugin.attach(engine, second)
+    assert "forward" in vars(second) and "forward" not in vars(first)
+    plugin.detach()
+
+
+def test_attach_that_fails_leaves_the_accelerator_alone() -> None:
+    engine = accelerator()
+    engine.prepare(tiny_model("llama"))
+    plugin = FlexPlugin(FlexConfig(BASE_BYTES // 2))
+    with_fake_meter(plugin.runtime)
+    with pytest.raises(ValueError, match=r"memory_limit=500000"):
+        plugin.attach(engine)
+    assert not plugin.is_attached and "backward" not in vars(engine)

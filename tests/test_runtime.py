@@ -1,0 +1,403 @@
+"""One micro-batch from budget to backward, in every order in which people run forwards and backwards."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flex_trainer.activations.context import current_scope
+from flex_trainer.config import FlexConfig
+from flex_trainer.process_memory import enforce_process_limit, process_memory, reset_peak_rss, return_freed_memory
+from flex_trainer.runtime import FlexRuntime
+from flex_trainer.testing.processes import run_in_subprocess
+from flex_trainer.testing.tiny import tiny_batch, tiny_model
+from tests.fake_meter import BASE_BYTES, with_fake_meter
+
+LIMIT_BYTES = BASE_BYTES + 1_450_000
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("mixtral")
+
+
+_attached: list[FlexRuntime] = []
+
+
+@pytest.fixture(autouse=True)
+def detach_all() -> Iterator[None]:
+    yield
+    while _attached:
+        _attached.pop().detach()
+
+
+def attached(model: PreTrainedModel, config: FlexConfig | None = None) -> FlexRuntime:
+    runtime = FlexRuntime(config or FlexConfig(LIMIT_BYTES))
+    with_fake_meter(runtime)
+    _attached.append(runtime)
+    runtime.attach(model)
+    return runtime
+
+
+def loss_of(model: PreTrainedModel, seed: int = 0, length: int = 64) -> torch.Tensor:
+    return model(**tiny_batch(model, 2, length, seed=seed)).loss
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        assert torch.equal(gradient, theirs[name]), name
+
+
+def plain_gradients(*seeds: int) -> dict[str, torch.Tensor]:
+    reference = tiny_model("mixtral")
+    sum(loss_of(reference, seed) for seed in seeds).backward()  # type: ignore[union-attr]
+    return gradients(reference)
+
+
+def step(runtime: FlexRuntime, model: PreTrainedModel, seed: int = 0) -> dict[str, torch.Tensor]:
+    loss = loss_of(model, seed)
+    with runtime.backward():
+        loss.backward()
+    return gradients(model)
+
+
+def test_profiles_first_and_plans_then(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    assert_equal(step(runtime, model), plain_gradients(0))
+    assert_equal(step(runtime, model, 1), plain_gradients(1))
+    first, second = runtime.records
+    assert first.is_profile and not second.is_profile
+    assert first.freed_bytes["recompute"] > second.freed_bytes["recompute"]
+    assert sum(second.freed_bytes.values()) > 0
+
+
+def test_two_forwards_before_one_backward(model: PreTrainedModel) -> None:
+    runtime = attached(model, FlexConfig(BASE_BYTES + 3_600_000))
+    step(runtime, model)
+    total = loss_of(model, 1) + loss_of(model, 2)
+    assert len(runtime._pending) == 2
+    with runtime.backward():
+        total.backward()
+    assert_equal(gradients(model), plain_gradients(1, 2))
+    assert [record.micro_batch for record in runtime.records] == [0, 1, 2]
+    _, first, second = runtime.records
+    # What the first holds is in use when the second starts: it has that much less.
+    assert second.baseline_bytes == first.baseline_bytes + first.actual_bytes
+    assert second.budget_bytes < first.budget_bytes - 0.9 * first.actual_bytes
+    assert second.actual_bytes <= first.actual_bytes
+    assert max(first.peak_bytes, second.peak_bytes) <= runtime.limit_bytes
+    assert runtime._pending == []
+
+
+def test_two_forwards_and_their_backwards_one_after_the_other(model: PreTrainedModel) -> None:
+    runtime = attached(model, FlexConfig(BASE_BYTES + 3_600_000))
+    first, second = loss_of(model, 1), loss_of(model, 2)
+    with runtime.backward():
+        second.backward()
+    assert len(runtime._pending) == len(runtime.records) == 1
+    with runtime.backward():
+        first.backward()
+    assert_equal(gradients(model), plain_gradients(2, 1))
+    assert [record.micro_batch for record in runtime.records] == [1, 0]
+
+
+def test_forward_without_backward_teaches_nothing(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    for seed in range(3):
+        loss_of(model, seed)  # under grad, and thrown away: scoring by somebody who forgot no_grad
+    assert runtime.records == [] and len(runtime._pending) <= 1
+    step(runtime, model)
+    assert len(runtime.records) == 1 and runtime.records[0].is_profile
+    assert runtime._pending == []
+
+
+def test_retain_graph(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    step(runtime, model)
+    loss = loss_of(model, 1)
+    for _ in range(2):
+        with runtime.backward():
+            loss.backward(retain_graph=True)
+    twice = {name: gradient * 2 for name, gradient in plain_gradients(1).items()}
+    assert_equal(gradients(model), twice)
+    assert len(runtime.records) == 2
+    del loss
+    assert_equal(step(runtime, model, 2), plain_gradients(2))
+
+
+def test_backward_outside_of_the_context_is_noticed_at_the_next_forward(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    for seed in range(3):
+        loss_of(model, seed).backward()
+    assert len(runtime.records) == 2 and len(runtime._pending) == 1
+
+
+def test_no_grad_is_left_alone(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    with torch.no_grad():
+        loss_of(model)
+    with torch.inference_mode():
+        loss_of(model)
+    assert runtime.records == [] and runtime._pending == []
+    assert current_scope() is None
+
+
+class Trouble(torch.autograd.Function):
+    """The identity, until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("backward is cursed")
+
+
+def test_exception_in_backward_teaches_nothing(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    step(runtime, model)
+
+    def embed(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return Trouble.apply(output)
+
+    handle = model.get_input_embeddings().register_forward_hook(embed)
+    loss = loss_of(model, 1)
+    with pytest.raises(ArithmeticError, match="backward is cursed"), runtime.backward():
+        loss.backward()
+    handle.remove()
+    del loss
+    model.zero_grad()
+    assert len(runtime.records) == 1 and runtime._pending == []
+    assert_equal(step(runtime, model, 2), plain_gradients(2))
+    assert [record.micro_batch for record in runtime.records] == [0, 2]
+
+
+def test_exception_in_forward_leaves_nothing_behind(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    step(runtime, model)
+
+    def refuse(*_: Any) -> None:
+        raise ArithmeticError("forward is cursed")
+
+    handle = model.model.norm.register_forward_pre_hook(refuse)
+    with pytest.raises(ArithmeticError):
+        loss_of(model, 1)
+    handle.remove()
+    assert current_scope() is None and runtime._running is None and runtime._pending == []
+    assert_equal(step(runtime, model, 2), plain_gradients(2))
+    assert len(runtime.records) == 2
+
+
+def test_nothing_of_a_finished_step_is_held(model: PreTrainedModel) -> None:
+    runtime = attached(model, FlexConfig(LIMIT_BYTES, ("recompute", "offload")))
+    gc.collect()
+    gc.disable()
+    try:
+        ledgers = []
+        for seed in range(4):
+            loss = loss_of(model, seed)
+            ledgers.append(runtime._pending[0].ledger)
+            with runtime.backward():
+                loss.backward()
+            del loss
+        assert all(ledger.held_bytes == 0 and ledger.recovered_bytes == 0 for ledger in ledgers)
+    finally:
+        gc.enable()
+
+
+def test_fewer_planned_rows_than_routed_makes_it_plan_again(model: PreTrainedModel) -> None:
+    # Without expert parallelism rows are always tokens x top-k, so make the profile remember too few.
+    runtime = attached(model)
+    step(runtime, model)
+    assert runtime._provisioner is not None
+    for known in runtime._provisioner._profile._structures.values():
+        for structure in known:
+            assert len(structure.rows_per_token) == 3
+            structure.rows_per_token = {name: rate / 2 for name, rate in structure.rows_per_token.items()}
+    assert_equal(step(runtime, model, 1), plain_gradients(1))
+    assert runtime.records[1].num_replans == 3  # once in each layer
+    assert runtime.records[1].predicted_peak_bytes > 0
+    # What was seen is remembered: the next micro-batch is planned with the rows it gets.
+    assert_equal(step(runtime, model, 2), plain_gradients(2))
+    assert runtime.records[2].num_replans == 0
+
+
+def test_more_held_than_predicted_makes_it_plan_again_once(model: PreTrainedModel) -> None:
+    runtime = attached(model, FlexConfig(BASE_BYTES + 9_000_000))
+    step(runtime, model)
+    extra = torch.ones(2, 64, 4096, requires_grad=True)
+    kept = []
+
+    def save_more(module: Any, args: Any, output: torch.Tensor) -> None:
+        kept.append((extra * 2).exp())  # saved by autograd while the first layer's norm runs
+
+    handle = model.model.layers[0].input_layernorm.register_forward_hook(save_more)
+    assert_equal(step(runtime, model, 1), plain_gradients(1))
+    handle.remove()
+    assert runtime.records[1].num_replans == 1
+
+
+def test_detach_gives_the_model_back(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    step(runtime, model)
+    assert "get_interface" in vars(ALL_ATTENTION_FUNCTIONS)
+    runtime.detach()
+    assert not runtime.is_attached and len(runtime.records) == 1
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
+    assert "get_interface" not in vars(ALL_EXPERTS_FUNCTIONS)
+    loss_of(model, 1).backward()
+    assert_equal(gradients(model), plain_gradients(1))
+    assert len(runtime.records) == 1
+    runtime.detach()  # twice does no harm
+    runtime.attach(model)
+    assert_equal(step(runtime, model, 2), plain_gradients(2))
+    assert not runtime.records[1].is_profile  # what was learnt stays
+    runtime.detach()
+
+
+def test_one_model_at_a_time(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    with pytest.raises(RuntimeError, match=r"manages a model already; call detach\(\) first"):
+        runtime.attach(model)
+    runtime.detach()
+
+
+def test_before_attach_there_is_nothing_to_tell() -> None:
+    runtime = FlexRuntime()
+    assert runtime.limit_bytes == 0 and runtime.memory_now() == {} and not runtime.is_attached
+
+
+def test_failed_attach_leaves_the_model_alone(model: PreTrainedModel) -> None:
+    runtime = FlexRuntime(FlexConfig(BASE_BYTES // 2))
+    with_fake_meter(runtime)
+    with pytest.raises(ValueError, match=r"memory_limit=500000 .* is below"):
+        runtime.attach(model)
+    assert not runtime.is_attached
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_report(model: PreTrainedModel, tmp_path: Path) -> None:
+    runtime = attached(model)
+    step(runtime, model)
+    runtime.detach()
+    page = runtime.report(tmp_path / "report.html").read_text()
+    assert "MixtralForCausalLM" in page and "recompute, offload" in page
+
+
+def test_seed_profile_spares_the_profiling_micro_batch(model: PreTrainedModel, tmp_path: Path) -> None:
+    config = FlexConfig(BASE_BYTES + 2_000_000, seed_profile=str(tmp_path / "profile.json"))
+    runtime = attached(model, config)
+    step(runtime, model)
+    runtime.detach()
+    assert (tmp_path / "profile.json").exists()
+    again = attached(tiny_model("mixtral"), config)
+    assert again._model is not None
+    assert_equal(step(again, again._model, 1), plain_gradients(1))  # type: ignore[arg-type]
+    assert not again.records[0].is_profile
+    again.detach()
+    with pytest.raises(ValueError, match=r"seed_profile=.* belongs to another model"):
+        attached(tiny_model("qwen3_moe"), config)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama", "qwen3_5_moe"])
+def test_lengths_that_vary_stay_inside_the_limit(family: str) -> None:
+    model, reference = tiny_model(family), tiny_model(family)
+    # qwen3_5_moe keeps half of what it computes: its linear attention is no operator of its own.
+    runtime = attached(model, FlexConfig(BASE_BYTES + (7_000_000 if family == "qwen3_5_moe" else 2_000_000)))
+    for number, length in enumerate((32, 48, 80, 24, 70, 96, 17, 90)):
+        loss, expected = loss_of(model, number, length), loss_of(reference, number, length)
+        assert torch.equal(loss, expected)
+        with runtime.backward():
+            loss.backward()
+        expected.backward()
+        assert_equal(gradients(model), gradients(reference))
+    assert not any(record.is_over_limit for record in runtime.records)
+    assert sum(record.is_profile for record in runtime.records) <= 4
+    for record in runtime.records:
+        if not record.is_profile and family in ("gpt_oss", "llama"):
+            assert abs(record.predicted_bytes - record.actual_bytes) <= 0.02 * record.actual_bytes
+
+
+# Called in a fresh process by name.
+def child_trains_under_a_cap() -> dict[str, Any]:
+    """Plain training dies at a cap between what keeping all and recomputing all need; with the runtime it goes on."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    return_freed_memory()
+    model = tiny_model("mixtral", hidden_size=128, intermediate_size=128, num_hidden_layers=8, num_experts_per_tok=4)
+
+    def plain_step(seed: int) -> float:
+        loss = loss_of(model, seed, 512)
+        loss.backward()
+        model.zero_grad()
+        return loss.item()
+
+    losses = [plain_step(0)]
+    reset_peak_rss()
+    base_bytes = process_memory().rss_bytes
+    losses.append(plain_step(1))
+    needed_bytes = process_memory().peak_rss_bytes - base_bytes
+    limit_bytes = base_bytes + int(0.6 * needed_bytes)
+    enforce_process_limit(limit_bytes)
+    refusal = ""
+    try:
+        plain_step(0)
+    except RuntimeError as error:
+        refusal = str(error)
+    model.zero_grad()
+    runtime = FlexRuntime(FlexConfig(limit_bytes, ("recompute",)))
+    runtime.attach(model)
+    flex_losses = []
+    for seed in (0, 1, 0, 1):
+        loss = loss_of(model, seed, 512)
+        with runtime.backward():
+            loss.backward()
+        model.zero_grad()
+        flex_losses.append(loss.item())
+    return {
+        "needed_bytes": needed_bytes,
+        "limit_bytes": limit_bytes,
+        "refusal": refusal,
+        "losses": losses,
+        "flex_losses": flex_losses,
+        "peaks": [record.peak_bytes for record in runtime.records],
+        "freed": [sum(record.freed_bytes.values()) for record in runtime.records],
+    }
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux caps all data memory")
+def test_under_a_real_cap_plain_training_dies_and_flex_goes_on() -> None:
+    result = run_in_subprocess(f"{__name__}:child_trains_under_a_cap", env={"OMP_NUM_THREADS": "1"})
+    assert result.exit_code == 0, result.stderr
+    value = result.value
+    assert value["needed_bytes"] > 60 * 2**20  # enough for the cap to mean something
+    assert "can't allocate memory" in value["refusal"]
+    assert value["flex_losses"] == value["losses"] * 2
+    assert all(freed > 0 for freed in value["freed"])
+    assert max(value["peaks"]) <= value["limit_bytes"] + 8 * 2**20  # pages of files come on top of the cap
