@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
     set_seed,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from flex_trainer import FlexConfig, FlexTrainerMixin
 from flex_trainer.units import format_bytes
@@ -99,7 +99,6 @@ def tiny_moe(tokenizer: Any) -> PreTrainedModel:
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
-        head_dim=16,
         moe_intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -53,8 +53,8 @@ class FlexConfig:
     when training ends."""
 
     planner: str = "bandwidth"
-    """Which mitigation goes first: "bandwidth" (most bytes freed per second of overhead), or "largest_first" (most bytes
-    freed, as Algorithm 2 of the BaGuaLu-2 paper)."""
+    """Which mitigation goes first: "bandwidth" (most bytes freed per second of overhead), or "largest_first" (most
+    bytes freed, as Algorithm 2 of the BaGuaLu-2 paper)."""
 
     def __post_init__(self) -> None:
         # Step 1: plain YAML and the command line give lists and strings; inside, a tuple is what the type says.

@@ -1,12 +1,13 @@
 """Memory in use, on the device that holds the activations, each kind under its own name.
 
-CPU    *process*: resident memory of this process. Where a hard limit on the process's data (RLIMIT_DATA) is nearer than the
-       memory limit, that one counts.
-CUDA   *allocated*: bytes in torch's tensors; *reserved*: what torch's allocator holds; *device*: what all processes use of
-       the card. Plans are made in allocated bytes; the room that fragmentation takes (reserved - allocated) is left free.
+CPU    *process*: resident memory of this process. Where a hard limit on the process's data (RLIMIT_DATA) is nearer than
+       the memory limit, that one counts.
+CUDA   *allocated*: bytes in torch's tensors; *reserved*: what torch's allocator holds; *device*: what all processes use
+       of the card. Plans are made in allocated bytes.
 
 Shared counters (CUDA's peak, the kernel's high-water mark) are read, never reset: they may belong to somebody else's
-measurement. A peak inside a window is therefore the counter's value where it rose in the window, else the highest sample.
+measurement. A peak inside a window is therefore the counter's value where it rose in the window, else the highest
+sample.
 """
 
 from __future__ import annotations

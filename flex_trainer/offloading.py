@@ -35,7 +35,9 @@ class OffloadService:
         self._store: OffloadStore | None = None
         self._rates: Rates | None = None
         if "offload" in config.strategies:
-            self._store = OffloadStore(self._make_tier(), max(int(_IN_FLIGHT_SHARE * limit_bytes), _LEAST_IN_FLIGHT_BYTES))
+            self._store = OffloadStore(
+                self._make_tier(), max(int(_IN_FLIGHT_SHARE * limit_bytes), _LEAST_IN_FLIGHT_BYTES)
+            )
 
     @property
     def is_available(self) -> bool:
@@ -66,7 +68,7 @@ class OffloadService:
             return PinnedTier(self._device, int(_HOST_SHARE * psutil.virtual_memory().available))
         if self._device.type == "cuda":
             raise ValueError(
-                f"offload_to={self._config.offload_to!r} is a directory, which only a CPU device can offload to so far; "
+                f"offload_to={self._config.offload_to!r} is a directory, which only a CPU device can offload to; "
                 "use offload_to='host' on CUDA"
             )
         return FileTier(directory)
@@ -96,7 +98,7 @@ class OffloadService:
             torch.cuda.synchronize(self._device)
 
 
-def _fit(seconds_for) -> Roofline:  # noqa: ANN001 - Callable[[int], float]
+def _fit(seconds_for) -> Roofline:
     """Overhead and bandwidth from the best of three times at two sizes."""
     small, large = _PROBE_BYTES
     seconds_for(small)  # the first use of a path is never typical

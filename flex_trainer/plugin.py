@@ -11,8 +11,8 @@
             optimizer.step(); optimizer.zero_grad()
     flex.detach()
 
-Accelerate has no registry for plugins of others (a foreign handler in `kwargs_handlers` raises a KeyError), so this one is
-attached to the accelerator after `prepare`.
+Accelerate has no registry for plugins of others (a foreign handler in `kwargs_handlers` raises a KeyError), so this one
+is attached to the accelerator after `prepare`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class FlexPlugin:
             prepared = accelerator._models
             if len(prepared) != 1:
                 raise ValueError(
-                    f"the accelerator has prepared {len(prepared)} models; call attach after accelerator.prepare, or name "
-                    "the model to manage: attach(accelerator, model)"
+                    f"the accelerator has prepared {len(prepared)} models; call attach after accelerator.prepare, or "
+                    "name the model to manage: attach(accelerator, model)"
                 )
             model = prepared[0]
         unwrapped = accelerator.unwrap_model(model)

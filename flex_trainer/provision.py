@@ -154,10 +154,10 @@ class Provisioner:
         self._correction.observe(plan, above_bytes)
         if micro_batch.plan is None and peak_bytes > self.limit_bytes and self._config.strategies:
             raise MemoryLimitError(
-                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low: a micro-batch of "
-                f"{micro_batch.shape.num_tokens} tokens with everything mitigated needs {format_bytes(peak_bytes)}, of which "
-                f"{format_bytes(micro_batch.baseline_bytes)} were in use before it. Raise memory_limit, or use a smaller "
-                "per-device batch or shorter sequences."
+                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low: a micro-batch "
+                f"of {micro_batch.shape.num_tokens} tokens with everything mitigated needs {format_bytes(peak_bytes)}, of "
+                f"which {format_bytes(micro_batch.baseline_bytes)} were in use before it. Raise memory_limit, or use a "
+                "smaller per-device batch or shorter sequences."
             )
 
     def forget(self, micro_batch: MicroBatch) -> None:
@@ -222,19 +222,19 @@ class Provisioner:
         if in_use_bytes >= self.limit_bytes:
             raise MemoryLimitError(
                 f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is below the "
-                f"{format_bytes(in_use_bytes)} in use before the first micro-batch (weights and all else in the process). "
-                "Raise memory_limit, or use a smaller model."
+                f"{format_bytes(in_use_bytes)} in use before the first micro-batch (weights and all else in the "
+                "process). Raise memory_limit, or use a smaller model."
             )
 
     def _check_least(self, shape: BatchShape, plan: Plan, in_use_bytes: int, left_bytes: int) -> None:
         least_bytes = plan.peak_bytes
         if least_bytes > _TOLERANCE * max(left_bytes, 1):
             raise MemoryLimitError(
-                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low for a micro-batch "
-                f"of {shape.batch_size} x {shape.sequence_length} tokens: with strategies "
-                f"{', '.join(self._config.strategies) or 'none'} it needs about {format_bytes(in_use_bytes + least_bytes)}, "
-                f"of which {format_bytes(in_use_bytes)} are in use before it. Raise memory_limit, allow more strategies, or "
-                "use a smaller per-device batch or shorter sequences."
+                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low for a "
+                f"micro-batch of {shape.batch_size} x {shape.sequence_length} tokens: with strategies "
+                f"{', '.join(self._config.strategies) or 'none'} it needs about "
+                f"{format_bytes(in_use_bytes + least_bytes)}, of which {format_bytes(in_use_bytes)} are in use before it. "
+                "Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
             )
 
 

@@ -5,8 +5,8 @@
     end        what is really held replaces what was predicted in the books
     backward   values come back; then the measured peak corrects the model, and a record is kept
 
-`attach` puts the runtime between a model and its operators; `detach` takes it out. Trainer and plugin only call these two
-and `backward`.
+`attach` puts the runtime between a model and its operators; `detach` takes it out. Trainer and plugin only call these
+two and `backward`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from torch import nn
 
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.scope import Scope
+from flex_trainer.compat import is_checkpointing, stop_checkpointing
 from flex_trainer.config import FlexConfig
 from flex_trainer.meter import MemoryMeter, meter_for
 from flex_trainer.micro_batch import MicroBatch
-from flex_trainer.models.discovery import ModelMap, discover
+from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.offloading import OffloadService
-from flex_trainer.provision import Provisioner
 from flex_trainer.process_memory import return_freed_memory
+from flex_trainer.provision import Provisioner
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.strategy import Site
 from flex_trainer.units import format_bytes
@@ -115,9 +116,7 @@ class FlexRuntime:
         if self._provisioner is None:
             limit_bytes = self.config.limit_bytes(self._meter.total_bytes())
             self._offloading = OffloadService(self.config, self._device, limit_bytes)
-            self._provisioner = Provisioner(
-                self.config, limit_bytes, self._meter, self._offloading, model, model_map
-            )
+            self._provisioner = Provisioner(self.config, limit_bytes, self._meter, self._offloading, model, model_map)
         self._model = model
         self._model_name = type(model).__name__
         instrumentation = Instrumentation(model, model_map, self._on_routed)
@@ -232,10 +231,10 @@ class FlexRuntime:
 
 
 def _turn_off_checkpointing(model: nn.Module) -> None:
-    if getattr(model, "is_activation_checkpointing", False):
+    if is_checkpointing(model):
         warnings.warn(
-            "gradient checkpointing is on; FlexTrainer decides per operator what to recompute and turns it off for this "
-            "model. Set gradient_checkpointing=False to silence this.",
+            "gradient checkpointing is on; FlexTrainer decides per operator what to recompute and turns it off for "
+            "this model. Set gradient_checkpointing=False to silence this.",
             stacklevel=3,
         )
-        model.activation_checkpointing_disable()
+        stop_checkpointing(model)

@@ -5,13 +5,12 @@
     trainer.flex.records                 # one record per micro-batch
     trainer.flex.report("report.html")
 
-The Trainer is left alone: its loop, its loss, its accumulation. The runtime is attached to the model when the first training
-step begins (the model is in its final form then) and detached when training ends.
+The Trainer is left alone: its loop, its loss, its accumulation. The runtime is attached to the model when the first
+training step begins (the model is in its final form then) and detached when training ends.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch

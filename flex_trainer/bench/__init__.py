@@ -1,4 +1,4 @@
-"""Benchmarks: `flex-trainer bench NAME`. Each one returns figures, the bounds it is held against, and which it meets."""
+"""Benchmarks: `flex-trainer bench NAME`. Each returns figures, the bounds they are held against, and which are met."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ REFERENCE = BenchShape(
     batch_size=4,
     sequence_length=1024,
 )
-LONG = BenchShape("long", "deepseek_v3", {**REFERENCE.config, "num_hidden_layers": 4}, batch_size=1, sequence_length=6144)
+LONG = BenchShape(
+    "long", "deepseek_v3", {**REFERENCE.config, "num_hidden_layers": 4}, batch_size=1, sequence_length=6144
+)
 FEW_BIG_EXPERTS = BenchShape(
     "few_big_experts",
     "mixtral",
@@ -70,5 +72,9 @@ FEW_BIG_EXPERTS = BenchShape(
 def quick(shape: BenchShape) -> BenchShape:
     """A small version: still large enough that activations are more than the process's noise."""
     return BenchShape(
-        shape.name, shape.architecture, {**shape.config, "num_hidden_layers": 3}, shape.batch_size, shape.sequence_length // 2
+        shape.name,
+        shape.architecture,
+        {**shape.config, "num_hidden_layers": 3},
+        shape.batch_size,
+        shape.sequence_length // 2,
     )

@@ -6,8 +6,8 @@
     requirement 4   300 micro-batches of 1x to 8x the shortest length: peak against limit
     requirement 5   planning time against step time
 
-All sides run in turns, each in a fresh process (its own peak, its own cap); times are medians over all rounds, without the
-first steps of each process. Deterministic algorithms are on for all sides, so that losses can be compared bit by bit.
+All sides run in turns, each in a fresh process (its own peak, its own cap); times are medians over all rounds, without
+the first steps of each process. Deterministic algorithms are on for all sides, so that losses can be compared bit by bit.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def _vary(shape: BenchShape, num_micro_batches: int, console: Console) -> dict[s
     plain_peak, checkpoint_peak = (_run(shape, full, side=side)["peak_bytes"] for side in ("plain", "checkpoint"))
     limit_bytes = int(checkpoint_peak + CAP_SHARE * (plain_peak - checkpoint_peak))
     lengths = varied_lengths(num_micro_batches, shortest, longest, seed=0)
-    console.print(f"varied lengths: {num_micro_batches} micro-batches of {shortest} to {longest} tokens", highlight=False)
+    console.print(
+        f"varied lengths: {num_micro_batches} micro-batches of {shortest} to {longest} tokens", highlight=False
+    )
     run = _run(shape, lengths, side="flex", limit_bytes=limit_bytes, enforce_bytes=limit_bytes)
     records = run["records"]
     # Demand above the limit: keeping everything would have passed it. The first of its kind only measures.
@@ -164,7 +166,9 @@ def _prediction_error_percent(records: list[dict[str, Any]]) -> float:
 def _run(shape: BenchShape, lengths: list[int], **options: Any) -> dict[str, Any]:
     result = _try(shape, lengths, **options)
     if result.exit_code != 0:
-        raise RuntimeError(f"{shape.name} {options} ended with {result.error or result.exit_code}: {result.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{shape.name} {options} ended with {result.error or result.exit_code}: {result.stderr[-2000:]}"
+        )
     return result.value
 
 

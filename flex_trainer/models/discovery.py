@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from flex_trainer.compat import DecoderLayer
 from flex_trainer.strategy import Site
 
 _ATTENTION_NAME = re.compile(r"attn|attention|mixer|mamba|conv|delta|linear_att", re.IGNORECASE)
@@ -45,7 +45,7 @@ def discover(model: nn.Module) -> ModelMap:
         ValueError: the model has no decoder layers.
     """
     names = {module: name for name, module in model.named_modules()}
-    layers = [module for module in names if isinstance(module, GradientCheckpointingLayer)] or _no_split_layers(model)
+    layers = [module for module in names if isinstance(module, DecoderLayer)] or _no_split_layers(model)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no decoder layers: none of its modules is a transformers"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers.integrations.moe import _grouped_linear
 
+from flex_trainer.compat import grouped_linear
 from flex_trainer.strategy import Site
 
 
@@ -77,7 +77,7 @@ def split_experts_forward(
     def project(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(experts, name)
         bias = getattr(experts, f"{name}_bias")[expert_ids] if experts.has_bias else None
-        rows = _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=experts.is_transposed)
+        rows = grouped_linear(rows, weight, offsets, bias=bias, is_transposed=experts.is_transposed)
         return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
     def up(rows: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,26 @@
+"""All that depends on a version of torch, transformers or accelerate. Each entry says when it can go."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# The grouped product with bias and layout handled. Private in transformers 5.24; goes when it is exported.
+from transformers.integrations.moe import _grouped_linear as grouped_linear
+
+# What transformers makes of every decoder layer. Public in the module it stands in, not at the top; goes when it is.
+from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
+
+__all__ = ["DecoderLayer", "grouped_linear", "is_checkpointing", "stop_checkpointing"]
+
+
+def is_checkpointing(model: nn.Module) -> bool:
+    """Whether activation (gradient) checkpointing is on.
+
+    transformers 5.24 renamed it and keeps the old name until 6; models outside of it may have neither.
+    """
+    return bool(getattr(model, "is_activation_checkpointing", False))
+
+
+def stop_checkpointing(model: nn.Module) -> None:
+    """Turn activation checkpointing off, where `is_checkpointing`."""
+    model.activation_checkpointing_disable()  # type: ignore[operator]
