@@ -16,6 +16,7 @@ would fit.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -165,15 +166,19 @@ class MitigationPlanner:
                 best = timeline, chosen, applied
         return best
 
+    @functools.cached_property
     def _minimum_bytes(self) -> int:
         """M0: the least that one strategy for everything, segment by segment, holds at the end of forward."""
-        return sum(
-            min(
-                self._cost(number, {i: s for i, op in enumerate(segment.operators) if _may(s, op.site)}).held_bytes
+        least = {
+            number: min(
+                self._cost(
+                    number, {i: s for i, op in enumerate(self._segments[number].operators) if _may(s, op.site)}
+                ).held_bytes
                 for s in (*self._allowed, Strategy.KEEP)
             )
-            for number, segment in enumerate(self._segments)
-        )
+            for number in set(self._class_of)
+        }
+        return sum(least[number] for number in self._class_of)
 
     def _mitigate(
         self,
@@ -294,7 +299,7 @@ class MitigationPlanner:
             demand_bytes=kept_peak.held_bytes,
             demand_peak_bytes=kept_peak.num_bytes,
             added_seconds=sum(self._cost(index, choice).added_seconds for index, choice in enumerate(chosen)),
-            minimum_bytes=self._minimum_bytes(),
+            minimum_bytes=self._minimum_bytes,
             held_by_layer=tuple(timeline.stacked().tolist()),
             fits=peak.num_bytes <= available_bytes,
         )
