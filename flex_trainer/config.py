@@ -84,11 +84,9 @@ class FlexConfig:
                 raise ValueError(f"unknown key {key!r} in flex; {nearest(key, known)}")
         return cls(**values)
 
-    def limit_bytes(self, device_bytes: int) -> int:
-        """The memory limit in bytes on a device that has `device_bytes` in all."""
-        if self.memory_limit == "auto":
-            return device_bytes
-        return amount_bytes(self.memory_limit, device_bytes)
+    def limit_bytes(self, device_bytes: int, auto_bytes: int) -> int:
+        """The memory limit in bytes on a device that has `device_bytes` in all; "auto" is `auto_bytes`."""
+        return auto_bytes if self.memory_limit == "auto" else amount_bytes(self.memory_limit, device_bytes)
 
     @property
     def offload_directory(self) -> Path | None:

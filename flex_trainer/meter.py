@@ -24,14 +24,19 @@ from typing import Protocol
 import psutil
 import torch
 
+from flex_trainer.config import FlexConfig
 from flex_trainer.process_memory import process_memory
 
 
 class MemoryMeter(Protocol):
     """Reads memory in use. A window spans one micro-batch; samples inside it are cheap."""
 
-    def total_bytes(self) -> int:
+    def auto_bytes(self) -> int:
         """What "auto" takes as the limit: all that this process may use of the device."""
+        ...
+
+    def device_bytes(self) -> int:
+        """All memory of the device (CPU: of the machine or the control group, whichever is less)."""
         ...
 
     def in_use_bytes(self) -> int:
@@ -57,6 +62,11 @@ class MemoryMeter(Protocol):
     def now(self) -> dict[str, int]:
         """Memory in use now, by name."""
         ...
+
+
+def limit_bytes(config: FlexConfig, meter: MemoryMeter) -> int:
+    """The memory limit of a config on the meter's device."""
+    return config.limit_bytes(meter.device_bytes(), meter.auto_bytes())
 
 
 def meter_for(device: torch.device) -> MemoryMeter:
@@ -86,10 +96,13 @@ class ProcessMeter:
         self._window_peak = 0
         self._sampler = _Sampler(self.sample)
 
-    def total_bytes(self) -> int:
+    def auto_bytes(self) -> int:
         in_use = self.in_use_bytes()
         free = [psutil.virtual_memory().available, *_cgroup_free_bytes(), *self._data_limit_left()]
         return in_use + int(_AUTO_SHARE * max(min(free), 0))
+
+    def device_bytes(self) -> int:
+        return min([psutil.virtual_memory().total, *_cgroup_limit_bytes()])
 
     def in_use_bytes(self) -> int:
         return self._read()[0]
@@ -142,9 +155,12 @@ class CudaMeter:
         self._window_counter = 0
         self._window_peak = 0
 
-    def total_bytes(self) -> int:
+    def auto_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
         return torch.cuda.memory_reserved(self._device) + int(_AUTO_SHARE * free)
+
+    def device_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self._device).total_memory
 
     def in_use_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -211,10 +227,13 @@ def _open_statm() -> int | None:
     return os.open(path, os.O_RDONLY) if os.path.exists(path) else None
 
 
+def _cgroup_limit_bytes() -> list[int]:
+    """What the control group of this process (version 2) may use, if it is limited at all."""
+    limit_file = Path("/sys/fs/cgroup/memory.max")
+    limit = limit_file.read_text().strip() if limit_file.exists() else "max"
+    return [] if limit == "max" else [int(limit)]
+
+
 def _cgroup_free_bytes() -> list[int]:
-    """What the control group of this process still allows (version 2), if it limits at all."""
-    limit_file, usage_file = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if not limit_file.exists() or not usage_file.exists():
-        return []
-    limit = limit_file.read_text().strip()
-    return [] if limit == "max" else [int(limit) - int(usage_file.read_text())]
+    """What the control group still allows."""
+    return [limit - int(Path("/sys/fs/cgroup/memory.current").read_text()) for limit in _cgroup_limit_bytes()]

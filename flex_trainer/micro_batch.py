@@ -87,6 +87,7 @@ class MicroBatch:
             step_ms=(ended - self.started) * 1e3,
             num_replans=self.num_replans,
             is_profile=plan is None,
+            num_unmanaged=self.ledger.num_unmanaged,
         )
 
     def _imbalance(self) -> float:

@@ -58,8 +58,10 @@ class Provisioner:
         offloading: OffloadService,
         model: nn.Module,
         model_map: ModelMap,
+        earlier: Provisioner | None = None,
     ) -> None:
-        """
+        """`earlier` managed a model before; what it has learnt stays valid if that was the same kind of model.
+
         Raises:
             MemoryLimitError: the limit is below what is in use before the first micro-batch.
             ValueError: a seed profile that cannot be read, or of another model.
@@ -71,7 +73,11 @@ class Provisioner:
         self._allocator = BudgetAllocator()
         self._correction = Correction()
         self._fingerprint = _fingerprint(model, model_map)
-        self._profile = self._seed_profile()
+        if earlier is not None and earlier._fingerprint == self._fingerprint:
+            self._profile, self._correction = earlier._profile, earlier._correction
+        else:
+            self._profile = self._seed_profile()
+            self._correction.start_at(self._profile.transient_factor)
         self._gradients = Gradients(model, model_map)
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._planners: dict[BatchShape, MitigationPlanner] = {}
@@ -154,10 +160,9 @@ class Provisioner:
         self._correction.observe(plan, above_bytes)
         if micro_batch.plan is None and peak_bytes > self.limit_bytes and self._config.strategies:
             raise MemoryLimitError(
-                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low: a micro-batch "
-                f"of {micro_batch.shape.num_tokens} tokens with everything mitigated needs {format_bytes(peak_bytes)}, of "
-                f"which {format_bytes(micro_batch.baseline_bytes)} were in use before it. Raise memory_limit, or use a "
-                "smaller per-device batch or shorter sequences."
+                f"{self._limit_text()} is too low: a micro-batch of {micro_batch.shape.num_tokens} tokens with "
+                f"everything mitigated needs {format_bytes(peak_bytes)}, of which "
+                f"{format_bytes(micro_batch.baseline_bytes)} were in use before it. Raise memory_limit, or use a smaller per-device batch or shorter sequences."
             )
 
     def forget(self, micro_batch: MicroBatch) -> None:
@@ -167,6 +172,7 @@ class Provisioner:
     def save_profile(self) -> None:
         """Write the seed profile, where one is configured and anything was learnt."""
         if self._config.seed_profile is not None and self._profile.version > 0:
+            self._profile.transient_factor = self._correction.factor
             self._profile.save(Path(self._config.seed_profile), self._fingerprint)
 
     # Plans
@@ -184,7 +190,8 @@ class Provisioner:
         if plan is None:
             planner = self._planners.get(shape)
             if planner is None:
-                planner = _put_bounded(self._planners, shape, self._planner(self._profile.graph(shape)), _MAX_PLANNERS)
+                graph = self._profile.graph(shape)
+                planner = _put_bounded(self._planners, shape, self._planner(graph), _MAX_PLANNERS)
             plan = _put_bounded(self._plans, key, planner.plan(available_bytes, gradients), _MAX_CACHED_PLANS)
         return plan
 
@@ -217,24 +224,25 @@ class Provisioner:
 
     # Limits that cannot be met
 
+    def _limit_text(self) -> str:
+        return f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)})"
+
     def _check_start(self) -> None:
         in_use_bytes = self._meter.in_use_bytes()
         if in_use_bytes >= self.limit_bytes:
             raise MemoryLimitError(
-                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is below the "
-                f"{format_bytes(in_use_bytes)} in use before the first micro-batch (weights and all else in the "
-                "process). Raise memory_limit, or use a smaller model."
+                f"{self._limit_text()} is below the {format_bytes(in_use_bytes)} in use before the first micro-batch "
+                "(weights and all else in the process). Raise memory_limit, or use a smaller model."
             )
 
     def _check_least(self, shape: BatchShape, plan: Plan, in_use_bytes: int, left_bytes: int) -> None:
-        least_bytes = plan.peak_bytes
-        if least_bytes > _TOLERANCE * max(left_bytes, 1):
+        if plan.peak_bytes > _TOLERANCE * max(left_bytes, 1):
             raise MemoryLimitError(
-                f"memory_limit={self._config.memory_limit!r} ({format_bytes(self.limit_bytes)}) is too low for a "
-                f"micro-batch of {shape.batch_size} x {shape.sequence_length} tokens: with strategies "
-                f"{', '.join(self._config.strategies) or 'none'} it needs about "
-                f"{format_bytes(in_use_bytes + least_bytes)}, of which {format_bytes(in_use_bytes)} are in use before it. "
-                "Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
+                f"{self._limit_text()} is too low for a micro-batch of {shape.batch_size} x {shape.sequence_length} "
+                f"tokens: with strategies {', '.join(self._config.strategies) or 'none'} it needs about "
+                f"{format_bytes(plan.peak_bytes)} more than the {format_bytes(in_use_bytes)} in use before it, and "
+                f"{format_bytes(max(left_bytes, 0))} are left under the limit, the reserve and the system's own limits."
+                " Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
             )
 
 
@@ -249,6 +257,11 @@ class Correction:
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=self._REMEMBERED)  # (predicted peak, factor)
         self.factor = self._FIRST_GUESS
+
+    def start_at(self, factor: float | None) -> None:
+        """Begin with the factor of an earlier run."""
+        if factor is not None:
+            self.factor = factor
 
     def observe(self, plan: Plan, measured_bytes: int) -> None:
         """Compare a plan (made with the present factor) with the measured peak above the baseline."""

@@ -39,13 +39,15 @@ class MicroBatchRecord:
     predicted_peak_bytes: int = 0
     """Predicted peak of memory in use over forward and backward."""
     peak_bytes: int = 0
-    """Measured peak of memory in use over forward and backward (process on CPU, reserved on CUDA)."""
+    """Measured peak of memory in use over forward and backward (process on CPU, allocated on CUDA)."""
     step_ms: float = 0.0
     """Forward plus backward time of this micro-batch."""
     num_replans: int = 0
     """How often the plan was changed after a router."""
     is_profile: bool = False
-    """Whether this micro-batch was run with everything recomputed, to measure operators never seen before."""
+    """Whether this micro-batch was run with everything mitigated, to measure operators or sizes never seen before."""
+    num_unmanaged: int = 0
+    """Saved tensors of kinds the engine leaves alone (subclasses, sparse tensors): kept, and not counted in bytes."""
 
     @property
     def is_over_limit(self) -> bool:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.scope import Scope
 from flex_trainer.compat import is_checkpointing, stop_checkpointing
 from flex_trainer.config import FlexConfig
-from flex_trainer.meter import MemoryMeter, meter_for
+from flex_trainer.meter import MemoryMeter, limit_bytes, meter_for
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
@@ -37,6 +37,9 @@ from flex_trainer.provision import Provisioner
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.strategy import Site
 from flex_trainer.units import format_bytes
+
+if TYPE_CHECKING:
+    from flex_trainer.reports.summary import RunSummary
 
 
 class FlexRuntime:
@@ -62,6 +65,7 @@ class FlexRuntime:
         self._pending: list[MicroBatch] = []
         self._running: MicroBatch | None = None
         self._num_micro_batches = 0
+        self._has_warned = False
 
     # What others read
 
@@ -77,6 +81,12 @@ class FlexRuntime:
     def memory_now(self) -> dict[str, int]:
         """Bytes in use now by name: process (CPU); allocated, reserved, device (CUDA)."""
         return self._meter.now() if self._meter is not None else {}
+
+    def summary(self) -> RunSummary:
+        """The run so far in a few figures."""
+        from flex_trainer.reports import summarize
+
+        return summarize(self.records, self.limit_bytes)
 
     def report(self, path: str | Path) -> Path:
         """Write the self-contained HTML report of all micro-batches so far and return its path.
@@ -113,10 +123,14 @@ class FlexRuntime:
         self._meter = self._meter or meter_for(self._device)
         if self._device.type == "cpu":
             return_freed_memory()
-        if self._provisioner is None:
-            limit_bytes = self.config.limit_bytes(self._meter.total_bytes())
-            self._offloading = OffloadService(self.config, self._device, limit_bytes)
-            self._provisioner = Provisioner(self.config, limit_bytes, self._meter, self._offloading, model, model_map)
+        if self._offloading is None or self._provisioner is None:
+            limit = limit_bytes(self.config, self._meter)
+            self._offloading = OffloadService(self.config, self._device, limit)
+        else:
+            limit = self._provisioner.limit_bytes
+        self._provisioner = Provisioner(
+            self.config, limit, self._meter, self._offloading, model, model_map, earlier=self._provisioner
+        )
         self._model = model
         self._model_name = type(model).__name__
         instrumentation = Instrumentation(model, model_map, self._on_routed)
@@ -216,8 +230,22 @@ class FlexRuntime:
         ended = time.perf_counter()
         for micro_batch in done:
             self._pending.remove(micro_batch)
-            self._provisioner.learn(micro_batch, peak_bytes)
             self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
+            self._provisioner.learn(micro_batch, peak_bytes)
+            self._warn_of_no_effect(micro_batch)
+
+    def _warn_of_no_effect(self, micro_batch: MicroBatch) -> None:
+        """Say once when a plan mitigates and frees nothing: the activations are where the engine cannot see them."""
+        plan = micro_batch.plan
+        if self._has_warned or plan is None or not plan.strategies or any(micro_batch.ledger.freed_bytes.values()):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"FlexTrainer mitigates {len(plan.strategies)} operators of micro-batch {micro_batch.number}, which frees "
+            f"nothing ({micro_batch.ledger.num_unmanaged} saved tensors are of kinds it leaves alone). Compiled "
+            "regions and custom autograd functions keep their tensors out of its reach.",
+            stacklevel=2,
+        )
 
     def _drop_abandoned(self) -> None:
         """Forget forwards that nobody ran backward on and whose values are gone: nothing is learnt from them."""

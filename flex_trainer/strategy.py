@@ -15,6 +15,9 @@ class Strategy(Enum):
     QUANTIZE = "quantize"
 
 
+_NEVER_QUANTIZED = frozenset({"router", "lm_head", "loss"})
+
+
 @dataclass(frozen=True)
 class Site:
     """One operator, or one block of operators, of a model: the unit of decision.
@@ -32,3 +35,9 @@ class Site:
     is_block: bool = False
     is_replayable: bool = True
     """False for routers (a routing decision is never made twice) and for layers, which only enclose."""
+
+    def allows(self, strategy: Strategy) -> bool:
+        """Whether this site may have a strategy: routing is never made again, and logits never lose precision."""
+        if strategy is Strategy.RECOMPUTE:
+            return self.is_replayable
+        return strategy is not Strategy.QUANTIZE or self.kind not in _NEVER_QUANTIZED

@@ -9,6 +9,7 @@ import netrc
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from rich.console import Console
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from flex_trainer.build import build_data, build_model, build_tokenizer, check_recipe, training_arguments
+from flex_trainer.config import FlexConfig
 from flex_trainer.data.collate import CausalCollator
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.errors import user_mistakes_as_one_line
 from flex_trainer.launch import accelerate_settings
-from flex_trainer.meter import meter_for
+from flex_trainer.meter import limit_bytes, meter_for
 from flex_trainer.process_memory import enforce_process_limit
 from flex_trainer.recipe import Recipe, load_recipe
 from flex_trainer.reports import summary_table
@@ -59,9 +61,10 @@ def run(recipe: Recipe) -> FlexTrainer:
     train_dataset, eval_dataset = build_data(recipe, args, tokenizer)
     model = build_model(recipe, tokenizer)
     # Step 3: train.
-    trainer = _make_trainer(recipe, args, tokenizer, model, train_dataset, eval_dataset)
+    flex = recipe.flex
     if recipe.enforce_limit:
-        _enforce_limit(recipe, trainer, console)
+        flex = replace(flex, memory_limit=_enforce_limit(recipe, args, console))
+    trainer = _make_trainer(flex, args, tokenizer, model, train_dataset, eval_dataset)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     # Step 4: say what happened.
     if trainer.is_world_process_zero():
@@ -70,7 +73,7 @@ def run(recipe: Recipe) -> FlexTrainer:
 
 
 def _make_trainer(
-    recipe: Recipe,
+    flex: FlexConfig,
     args: TrainingArguments,
     tokenizer: Any,
     model: PreTrainedModel,
@@ -85,7 +88,7 @@ def _make_trainer(
         eval_dataset=eval_dataset,
         data_collator=CausalCollator(pad_token_id or 0),
         processing_class=tokenizer,
-        flex=recipe.flex,
+        flex=flex,
     )
 
 
@@ -130,19 +133,20 @@ def _has_wandb_key() -> bool:
         return False  # wandb cannot read a key from such a file either
 
 
-def _enforce_limit(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:
-    """Make the limit real: beyond it the system (CPU) or torch's allocator (CUDA) refuses memory."""
-    device = trainer.args.device
-    limit_bytes = recipe.flex.limit_bytes(meter_for(device).total_bytes())
+def _enforce_limit(recipe: Recipe, args: TrainingArguments, console: Console) -> int:
+    """Make the limit real: beyond it the system (CPU) or torch's allocator (CUDA) refuses memory. Returns its bytes."""
+    device = args.device
+    enforced_bytes = limit_bytes(recipe.flex, meter_for(device))
     if device.type == "cuda":
         whole_bytes = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / whole_bytes), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, enforced_bytes / whole_bytes), device)
     else:
-        enforce_process_limit(limit_bytes)
-    if trainer.is_world_process_zero():
+        enforce_process_limit(enforced_bytes)
+    if args.process_index == 0:
         console.print(
-            f"Memory limit {format_bytes(limit_bytes)}, enforced: an allocation beyond it fails.", highlight=False
+            f"Memory limit {format_bytes(enforced_bytes)}, enforced: an allocation beyond it fails.", highlight=False
         )
+    return enforced_bytes
 
 
 def _report(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:

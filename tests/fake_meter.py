@@ -20,7 +20,10 @@ class FakeMeter:
         self._base_bytes = base_bytes
         self._peak_bytes = 0
 
-    def total_bytes(self) -> int:
+    def auto_bytes(self) -> int:
+        return 10**9
+
+    def device_bytes(self) -> int:
         return 10**9
 
     def in_use_bytes(self) -> int:

@@ -16,7 +16,7 @@ GIB = 2**30
 def test_defaults() -> None:
     config = FlexConfig()
     assert config.strategies == ("recompute", "offload")
-    assert config.limit_bytes(8 * GIB) == 8 * GIB
+    assert config.limit_bytes(8 * GIB, 8 * GIB) == 8 * GIB
     assert config.offload_directory is None
 
 
@@ -25,7 +25,7 @@ def test_defaults() -> None:
     [("auto", 8 * GIB), ("1.5GiB", int(1.5 * GIB)), (123456, 123456), (0.5, 4 * GIB), (1.0, 8 * GIB), (2.0**31, 2**31)],
 )
 def test_limit_in_bytes(limit: Any, expected: int) -> None:
-    assert FlexConfig(limit).limit_bytes(8 * GIB) == expected
+    assert FlexConfig(limit).limit_bytes(8 * GIB, 8 * GIB) == expected
 
 
 def test_amounts() -> None:

@@ -28,7 +28,7 @@ def test_reads_what_the_system_says() -> None:
     meter = ProcessMeter()
     assert abs(meter.in_use_bytes() - process_memory().rss_bytes) < 8 * MIB
     assert set(meter.now()) == {"process"}
-    assert meter.total_bytes() > meter.in_use_bytes()
+    assert meter.auto_bytes() > meter.in_use_bytes()
 
 
 def test_window_sees_the_peak_inside_it() -> None:
@@ -90,7 +90,7 @@ def child_measures_under_a_hard_limit() -> dict[str, int]:
     roomy_bytes = meter.in_use_bytes() + 1000 * MIB
     without = meter.left_bytes(roomy_bytes)
     with process_limit(meter.in_use_bytes() + 100 * MIB):
-        capped, total = meter.left_bytes(roomy_bytes), meter.total_bytes() - meter.in_use_bytes()
+        capped, total = meter.left_bytes(roomy_bytes), meter.auto_bytes() - meter.in_use_bytes()
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
     return {"without": without, "capped": capped, "total": total}
 

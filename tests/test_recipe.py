@@ -36,7 +36,7 @@ def test_sections_become_configs(sample: str) -> None:
     assert recipe.model.config == {"hidden_size": 64, "num_hidden_layers": 2}
     assert recipe.data.domains == ("code", "prose")
     assert recipe.data.sampling.lengths == "fixed"
-    assert recipe.flex.limit_bytes(10**12) == int(1.6 * 2**30)
+    assert recipe.flex.limit_bytes(10**12, 10**12) == int(1.6 * 2**30)
     assert recipe.flex.strategies == ("recompute", "offload")
     assert recipe.enforce_limit is False
     assert recipe.report.to == ("wandb",)

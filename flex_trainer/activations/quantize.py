@@ -9,6 +9,8 @@ is kept.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flex_trainer.activations.ledger import Ledger
@@ -21,7 +23,7 @@ class QuantizedValue:
     """One storage in 8 bits."""
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, ledger: Ledger) -> None:
-        rows = _rows(tensor.detach())
+        rows = _rows(tensor)
         self._original = (tensor.dtype, tensor.untyped_storage().nbytes())
         self._codes, self._scales = quantize_rows(rows, dtype)
         self.num_bytes = self._codes.untyped_storage().nbytes() + self._scales.untyped_storage().nbytes()
@@ -32,16 +34,10 @@ class QuantizedValue:
 
     @staticmethod
     def takes(tensor: torch.Tensor) -> bool:
-        """Whether this tensor can be quantised: floating, finite, and the whole of its storage, row by row."""
-        return (
-            tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            and tensor.dim() >= 1
-            and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-            and tensor.storage_offset() == 0
-            and tensor.numel() > 0
-            # All of the storage, not only what this view shows: other views of it are read from the same codes.
-            and bool(torch.isfinite(tensor.detach().as_strided((tensor.numel(),), (1,))).all())
-        )
+        """Whether this tensor's storage can be quantised: floating, and finite all over (also where this view does not
+        reach: other views of it are read from the same codes)."""
+        is_float = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return is_float and tensor.numel() > 0 and bool(torch.isfinite(_rows(tensor)).all())
 
     def read(self) -> torch.Tensor:
         if self._value is None:
@@ -74,12 +70,12 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's storage as (rows, elements of a row), whatever order its dimensions lie in memory."""
-    row_elements = tensor.shape[-1] if tensor.is_contiguous() else _innermost_extent(tensor)
-    return tensor.as_strided((tensor.numel() // row_elements, row_elements), (row_elements, 1))
+    """All elements of the tensor's storage as (rows, elements of a row).
 
-
-def _innermost_extent(tensor: torch.Tensor) -> int:
-    """Elements along the dimension that is contiguous in memory (1 when there is none)."""
-    extents = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride == 1 and size > 1]
-    return extents[0] if extents else 1
+    The row is what the smallest stride above 1 steps over: the last dimension of a contiguous tensor, and the common
+    row of both halves when the tensor is one half of a wider one.
+    """
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride > 1]
+    row_elements = math.gcd(num_elements, min(strides, default=num_elements))
+    return tensor.detach().as_strided((num_elements // row_elements, row_elements), (row_elements, 1), 0)

@@ -53,7 +53,7 @@ class Choices(Protocol):
 class _Entry:
     """What the scope knows of one storage."""
 
-    __slots__ = ("holding", "is_counted", "owner", "region", "strategy", "stored", "value", "version")
+    __slots__ = ("holding", "is_counted", "owner", "pins", "region", "strategy", "stored", "value", "version")
 
     def __init__(self, owner: int, strategy: Strategy, value: int, version: int) -> None:
         self.owner = owner
@@ -64,6 +64,7 @@ class _Entry:
         self.holding: weakref.ref[Holding] | None = None
         self.stored: weakref.ref[StoredValue] | None = None
         self.is_counted = False  # in the ledger's demand
+        self.pins: list[weakref.ref[Any]] = []  # alive as long as anything packed of this storage is
 
 
 class Scope:
@@ -99,6 +100,7 @@ class Scope:
         self._region: Region | None = None  # the region that is running, if any,
         self._region_call = -1  # and its call
         self._num_packs = 0  # in the running region
+        self._fresh: list[_Entry] = []  # counted since the last sweep
 
     @contextmanager
     def open(self) -> Iterator[Scope]:
@@ -107,6 +109,7 @@ class Scope:
             try:
                 yield self
             finally:
+                self.sweep()
                 self._table.clear()
                 self._stack.clear()
 
@@ -188,7 +191,14 @@ class Scope:
         return inner == outer
 
     def sweep(self) -> None:
-        """Forget dead storages (called when a layer ends)."""
+        """Forget dead storages (called when a layer ends), and savers on branches of the graph that died in forward,
+        such as a router's unused scores."""
+        for entry in self._fresh:
+            if not any(pin() is not None for pin in entry.pins):
+                value = self.trace.values[entry.value]
+                value.savers.clear()
+                self.ledger.demand(-value.num_bytes)
+        self._fresh.clear()
         self._table.sweep()
 
     @property
@@ -225,7 +235,9 @@ class Scope:
         if not entry.is_counted:
             self.ledger.freed("recompute", storage_bytes(tensor))
         self._count(entry, tensor)
-        return PackedInner(region.inner_slot(number), tensor, region.name)
+        slot = region.inner_slot(number)
+        entry.pins.append(weakref.ref(slot))
+        return PackedInner(slot, tensor, region.name)
 
     def _pack_input(self, tensor: torch.Tensor) -> Packed:
         """A tensor that a region needs for its replay."""
@@ -245,7 +257,9 @@ class Scope:
         name = self._owner_name(entry)
         if entry.region is not None and entry.version == tensor._version:
             region, output = entry.region
-            return PackedOutput(region.output_slot(output), tensor, name)
+            slot = region.output_slot(output)
+            entry.pins.append(weakref.ref(slot))
+            return PackedOutput(slot, tensor, name)
         # A storage of rounded numbers may be shown as numbers only, never as integers or bits.
         is_number = tensor.is_floating_point() or tensor.is_complex()
         is_mitigated = entry.strategy is Strategy.OFFLOAD or (entry.strategy is Strategy.QUANTIZE and is_number)
@@ -257,6 +271,7 @@ class Scope:
         if holding is None:
             holding = Holding(self.ledger, storage_bytes(tensor))
             entry.holding = weakref.ref(holding)
+            entry.pins.append(entry.holding)
         return PackedKept(tensor.detach(), holding, name)
 
     def _put(self, entry: _Entry, tensor: torch.Tensor) -> StoredValue | None:
@@ -270,6 +285,7 @@ class Scope:
             stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger)
         if stored is not None:
             entry.stored = weakref.ref(stored)
+            entry.pins.append(entry.stored)
         return stored
 
     def _count(self, entry: _Entry, tensor: torch.Tensor) -> None:
@@ -280,6 +296,7 @@ class Scope:
             savers.append(saver)
         if not entry.is_counted:
             entry.is_counted = True
+            self._fresh.append(entry)
             self.ledger.demand(storage_bytes(tensor))
             if entry.region is not None and entry.version == tensor._version:
                 self.ledger.freed("recompute", storage_bytes(tensor))

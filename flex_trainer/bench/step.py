@@ -7,7 +7,7 @@
     requirement 5   planning time against step time
 
 All sides run in turns, each in a fresh process (its own peak, its own cap); times are medians over all rounds, without
-the first steps of each process. Deterministic algorithms are on for all sides, so that losses can be compared bit by bit.
+the first steps of each process. Deterministic algorithms are on for all sides, so that losses compare bit by bit.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from flex_trainer.strategy import Site
 
 _SMOOTHING = 0.3
 _QUADRATIC_KINDS = frozenset({"attention_core"})
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,19 @@ class _Structure:
     value_scaling: Scaling
     output_scaling: Scaling
     seconds_per_unit: list[float]
-    samples: list[dict[str, Any]] = field(default_factory=list)  # (shape, sizes), for the file
+    samples: list[dict[str, Any]] = field(default_factory=list)  # sizes that taught something, for the file
+    seen: set[tuple[int, int]] = field(default_factory=set)  # all shapes
     rows_per_token: dict[str, float] = field(default_factory=dict)  # of each experts block: most seen
 
-    def has_seen(self, shape: BatchShape) -> bool:
-        return any(_is_at(sample, shape) for sample in self.samples)
-
-    def predicts(self, shape: BatchShape, value_bytes: list[int], output_bytes: list[int]) -> bool:
-        """Whether these sizes at this shape are just what was expected."""
-        at = shape.batch_size, shape.sequence_length
-        return (
-            bool(self.samples)
-            and self.value_scaling.is_sure(*at)
-            and self.value_scaling.predict(*at).tolist() == value_bytes
-            and self.output_scaling.predict(*at).tolist() == output_bytes
-        )
+    def expects(self, at: tuple[int, int], value_bytes: list[int], output_bytes: list[int]) -> bool:
+        """Whether sizes at this shape teach nothing: just as predicted, or, at a shape seen before, no larger."""
+        if not self.samples or not self.value_scaling.is_sure(*at):
+            return False
+        predicted = self.value_scaling.predict(*at).tolist(), self.output_scaling.predict(*at).tolist()
+        pairs = [*zip(predicted[0], value_bytes, strict=True), *zip(predicted[1], output_bytes, strict=True)]
+        if at in self.seen:
+            return all(actual <= expected for expected, actual in pairs)
+        return all(actual == expected for expected, actual in pairs)
 
 
 class Profile:
@@ -73,6 +71,8 @@ class Profile:
 
     def __init__(self) -> None:
         self._structures: dict[str, list[_Structure]] = {}  # by the kind of batch
+        self.transient_factor: float | None = None
+        """What transients really were, over what the cost model says; None: never measured."""
         self.version = 0
         """Grows when anything but a time changed: plans made before may be wrong."""
 
@@ -92,17 +92,16 @@ class Profile:
         structure = self._structure_for(shape, trace)
         value_bytes = [value.num_bytes for value in trace.values]
         output_bytes = [call.output_bytes for call in trace.calls]
-        if not structure.has_seen(shape):
-            # A size that turns out as predicted changes no plan.
-            if not structure.predicts(shape, value_bytes, output_bytes):
-                self.version += 1
-            sizes = {"values": value_bytes, "outputs": output_bytes}
-            structure.samples.append({"batch": shape.batch_size, "sequence": shape.sequence_length, **sizes})
+        at = (shape.batch_size, shape.sequence_length)
+        if not structure.expects(at, value_bytes, output_bytes):
+            self.version += 1
+            structure.samples.append({"at": at, "values": value_bytes, "outputs": output_bytes})
+            structure.value_scaling.observe(*at, value_bytes)
+            structure.output_scaling.observe(*at, output_bytes)
+        structure.seen.add(at)
         for experts, num_rows in routed_rows.items():
             rate = num_rows / max(shape.num_tokens, 1)
             structure.rows_per_token[experts] = max(rate, structure.rows_per_token.get(experts, 0.0))
-        structure.value_scaling.observe(shape.batch_size, shape.sequence_length, value_bytes)
-        structure.output_scaling.observe(shape.batch_size, shape.sequence_length, output_bytes)
         for index, call in enumerate(trace.calls):
             rate = call.seconds / _time_unit(call.site, shape)
             old = structure.seconds_per_unit[index]
@@ -111,33 +110,36 @@ class Profile:
     def _structure(self, shape: BatchShape) -> _Structure | None:
         """The structure that a micro-batch of this shape is expected to have."""
         known = self._structures.get(_key(shape), [])
+        at = (shape.batch_size, shape.sequence_length)
         for structure in known:
-            if structure.has_seen(shape):
+            if at in structure.seen:
                 return structure
         if len(known) <= 1:
             return known[0] if known else None
         # The one of the next longer sequences seen: it holds no less. None when this one is longer than all.
         lengths = [
-            (sample["sequence"], number)
+            (length, number)
             for number, structure in enumerate(known)
-            for sample in structure.samples
-            if sample["sequence"] >= shape.sequence_length
+            for _, length in structure.seen
+            if length >= shape.sequence_length
         ]
         return known[min(lengths)[1]] if lengths else None
 
     def _structure_for(self, shape: BatchShape, trace: Trace) -> _Structure:
         """The structure of this trace, new if need be. The shape leaves any other structure that had it."""
         known = self._structures.setdefault(_key(shape), [])
+        at = (shape.batch_size, shape.sequence_length)
         found = next((structure for structure in known if _same_structure(structure, trace)), None)
         for structure in known:
-            if structure is not found and structure.has_seen(shape):
-                structure.samples = [sample for sample in structure.samples if not _is_at(sample, shape)]
+            if structure is not found and at in structure.seen:
+                structure.seen.remove(at)
+                structure.samples = [sample for sample in structure.samples if tuple(sample["at"]) != at]
                 self.version += 1
         if found is None:
             found = _structure_of(trace)
             known.append(found)
             self.version += 1
-        known[:] = [structure for structure in known if structure.samples or structure is found]
+        known[:] = [structure for structure in known if structure.seen or structure is found]
         return found
 
     def graph(self, shape: BatchShape) -> ActivationGraph:
@@ -176,12 +178,14 @@ class Profile:
                 "element_bytes": s.value_scaling.element_bytes,
                 "seconds_per_unit": s.seconds_per_unit,
                 "samples": s.samples,
+                "seen": sorted(s.seen),
                 "rows_per_token": s.rows_per_token,
             }
             for key, known in self._structures.items()
             for s in known
         ]
-        text = json.dumps({"format": _FORMAT, "fingerprint": fingerprint, "structures": structures})
+        facts = {"format": _FORMAT, "fingerprint": fingerprint, "transient_factor": self.transient_factor}
+        text = json.dumps({**facts, "structures": structures})
         write_whole(path, text, what="the seed profile")
 
     @classmethod
@@ -196,6 +200,7 @@ class Profile:
             data = json.loads(path.read_text(encoding="utf-8"))
             of_model = data["fingerprint"]
             is_ours = data["format"] == _FORMAT and of_model == fingerprint
+            profile.transient_factor = float(data["transient_factor"]) if is_ours and data["transient_factor"] else None
             for d in data["structures"] if is_ours else ():
                 profile._structures.setdefault(d["key"], []).append(_structure_from(d))
         except (OSError, KeyError, TypeError, IndexError, ValueError) as error:  # also broken text and broken JSON
@@ -216,10 +221,6 @@ def _key(shape: BatchShape) -> str:
     return f"{shape.kind} rows={'1' if shape.batch_size == 1 else 'n'}"
 
 
-def _is_at(sample: Mapping[str, Any], shape: BatchShape) -> bool:
-    return sample["batch"] == shape.batch_size and sample["sequence"] == shape.sequence_length
-
-
 def _structure_from(d: Mapping[str, Any]) -> _Structure:
     """From the file's form, checked: lists that belong together are equally long."""
     structure = _Structure(
@@ -232,6 +233,7 @@ def _structure_from(d: Mapping[str, Any]) -> _Structure:
         output_scaling=Scaling([1] * len(d["sites"])),
         seconds_per_unit=d["seconds_per_unit"],
         samples=d["samples"],
+        seen={(batch_size, length) for batch_size, length in d["seen"]},
         rows_per_token=d["rows_per_token"],
     )
     num_calls, num_values = len(structure.sites), len(structure.owners)
@@ -242,8 +244,8 @@ def _structure_from(d: Mapping[str, Any]) -> _Structure:
     if any(len(part) != num_calls for part in by_call) or any(len(part) != num_values for part in by_value):
         raise ValueError("lists that belong together differ in length")
     for sample in structure.samples:
-        structure.value_scaling.observe(sample["batch"], sample["sequence"], sample["values"])
-        structure.output_scaling.observe(sample["batch"], sample["sequence"], sample["outputs"])
+        structure.value_scaling.observe(*sample["at"], sample["values"])
+        structure.output_scaling.observe(*sample["at"], sample["outputs"])
     return structure
 
 

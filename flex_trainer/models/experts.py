@@ -70,34 +70,35 @@ def split_experts_forward(
         expert_ids = expert_ids.clamp(max=num_experts - 1)
 
     # Step 2: the operators.
-    def dispatch(hidden_states: torch.Tensor) -> torch.Tensor:
+    # Routing data are handed to them as arguments, so that the engine knows who made it and keeps it once.
+    def dispatch(hidden_states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         rows = hidden_states[order // num_top_k]
         return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
-    def project(rows: torch.Tensor, name: str) -> torch.Tensor:
+    def project(rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(experts, name)
         bias = getattr(experts, f"{name}_bias")[expert_ids] if experts.has_bias else None
         rows = grouped_linear(rows, weight, offsets, bias=bias, is_transposed=experts.is_transposed)
         return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
-    def up(rows: torch.Tensor) -> torch.Tensor:
-        return project(rows, "gate_up_proj" if experts.has_gate else "up_proj")
+    def up(rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        return project(rows, offsets, expert_ids, "gate_up_proj" if experts.has_gate else "up_proj")
 
     def activation(rows: torch.Tensor) -> torch.Tensor:
         return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
 
-    def down(rows: torch.Tensor) -> torch.Tensor:
-        rows = project(rows, "down_proj")
+    def down(rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        rows = project(rows, offsets, expert_ids, "down_proj")
         return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
 
-    def combine(rows: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
+    def combine(rows: torch.Tensor, row_weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         weighted = rows * row_weights.unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.size(0), device=order.device)
         return weighted[inverse].view(-1, num_top_k, weighted.size(-1)).sum(dim=1).to(dtype)
 
-    rows = run(sites.dispatch, dispatch, hidden_states)
-    rows = run(sites.up, up, rows)
+    rows = run(sites.dispatch, dispatch, hidden_states, order)
+    rows = run(sites.up, up, rows, offsets, expert_ids)
     rows = run(sites.activation, activation, rows)
-    rows = run(sites.down, down, rows)
-    return run(sites.combine, combine, rows, row_weights)
+    rows = run(sites.down, down, rows, offsets, expert_ids)
+    return run(sites.combine, combine, rows, row_weights, order)

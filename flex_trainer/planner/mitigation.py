@@ -26,7 +26,7 @@ from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.timeline import GradientBytes, Timeline
 from flex_trainer.planner.plan import Plan
-from flex_trainer.strategy import Site, Strategy
+from flex_trainer.strategy import Strategy
 
 _EPSILON_SECONDS = 1e-7
 
@@ -128,7 +128,7 @@ class MitigationPlanner:
     def uniform(self, everywhere: Strategy, gradients: GradientBytes | None = None) -> Plan:
         """What one strategy for everything costs: the plan of a micro-batch that is run to measure."""
         chosen = [
-            {index: everywhere for index, op in enumerate(segment.operators) if _may(everywhere, op.site)}
+            {index: everywhere for index, op in enumerate(segment.operators) if op.site.allows(everywhere)}
             if everywhere is not Strategy.KEEP
             else {}
             for segment in self._segments
@@ -158,7 +158,7 @@ class MitigationPlanner:
             applied = []
             for candidate in candidates:
                 site = self._segments[candidate.segment].operators[candidate.operator].site
-                if candidate.strategy is next((strategy for strategy in order if _may(strategy, site)), None):
+                if candidate.strategy is next((strategy for strategy in order if site.allows(strategy)), None):
                     chosen[candidate.segment][candidate.operator] = candidate.strategy
                     applied.append(candidate)
             timeline = self._timeline(chosen, gradients, in_flight_bytes=0)
@@ -172,7 +172,7 @@ class MitigationPlanner:
         least = {
             number: min(
                 self._cost(
-                    number, {i: s for i, op in enumerate(self._segments[number].operators) if _may(s, op.site)}
+                    number, {i: s for i, op in enumerate(self._segments[number].operators) if op.site.allows(s)}
                 ).held_bytes
                 for s in (*self._allowed, Strategy.KEEP)
             )
@@ -256,7 +256,7 @@ class MitigationPlanner:
                 if operator.site.name in fixed:
                     continue
                 for strategy in allowed:
-                    if _may(strategy, operator.site):
+                    if operator.site.allows(strategy):
                         yield _Candidate(number, index, strategy)
 
     def _score(self, candidate: _Candidate, chosen: list[dict[int, Strategy]]) -> float:
@@ -303,10 +303,3 @@ class MitigationPlanner:
             held_by_layer=tuple(timeline.stacked().tolist()),
             fits=peak.num_bytes <= available_bytes,
         )
-
-
-def _may(strategy: Strategy, site: Site) -> bool:
-    """Whether a site may have a strategy: routing is never made again, and logits never lose precision."""
-    if strategy is Strategy.RECOMPUTE:
-        return site.is_replayable
-    return strategy is not Strategy.QUANTIZE or site.kind not in ("router", "loss", "lm_head")

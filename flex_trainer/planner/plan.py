@@ -40,9 +40,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Uniform:
-    """One strategy for everything: the plan of a micro-batch nothing is known about."""
+    """One strategy for everything that allows it: the plan of a micro-batch nothing is known about."""
 
     everywhere: Strategy
 
     def strategy(self, site: Site) -> Strategy:
-        return self.everywhere
+        return self.everywhere if site.allows(self.everywhere) else Strategy.KEEP

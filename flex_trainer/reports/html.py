@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from flex_trainer.files import write_whole
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.reports.page_style import CSS, SCRIPT
 from flex_trainer.reports.panels import panels
@@ -38,33 +38,7 @@ def write_report(
     Raises:
         ValueError: the file cannot be written (no permission, not a directory, a full disk).
     """
-    return write_whole(Path(path), render_report(records, limit_bytes, info or {}))
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    temporary: str | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # In the same directory: os.replace is atomic within one file system only.
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp keeps the file to its owner; a report is there to be shown around
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        raise ValueError(
-            f"the report cannot be written to {str(path)!r}: {reason}; "
-            "choose a path in a writable directory with free space"
-        ) from error
-    return path
+    return write_whole(Path(path), render_report(records, limit_bytes, info or {}), "the report")
 
 
 def render_report(records: Sequence[MicroBatchRecord], limit_bytes: int, info: Mapping[str, str]) -> str:
