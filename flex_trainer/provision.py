@@ -162,7 +162,8 @@ class Provisioner:
             raise MemoryLimitError(
                 f"{self._limit_text()} is too low: a micro-batch of {micro_batch.shape.num_tokens} tokens with "
                 f"everything mitigated needs {format_bytes(peak_bytes)}, of which "
-                f"{format_bytes(micro_batch.baseline_bytes)} were in use before it. Raise memory_limit, or use a smaller per-device batch or shorter sequences."
+                f"{format_bytes(micro_batch.baseline_bytes)} were in use before it. Raise memory_limit, or use a "
+                "smaller per-device batch or shorter sequences."
             )
 
     def forget(self, micro_batch: MicroBatch) -> None:
