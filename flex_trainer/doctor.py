@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from flex_trainer.launch import launch_problems
+from flex_trainer.process_memory import cgroup_limit_bytes
 from flex_trainer.recipe_yaml import RecipeError, read_yaml
 from flex_trainer.units import format_bytes
 
 # The versions the test suite ran with.
 TESTED_VERSIONS = {"torch": "2.13", "transformers": "5.24", "accelerate": "1.15"}
 _OTHER_PACKAGES = ("flex-trainer", "datasets", "wandb", "tensorboard", "peft", "trl")
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_NO_LIMIT_BYTES = 2**60  # cgroup v1 writes "no limit" as a huge number
 
 
 @dataclass(frozen=True)
@@ -95,16 +94,6 @@ def _memory() -> Iterator[Finding]:
         limits.append(cgroup)
     if min(limits) < machine.total:
         yield Finding("memory", f"the lowest limit on a process here is {format_bytes(min(limits))}", "note")
-
-
-def cgroup_limit_bytes() -> int | None:
-    """The memory limit of this process's container or service; None without one."""
-    for path in map(Path, _CGROUP_LIMITS):
-        if path.is_file():
-            text = path.read_text().strip()
-            if text != "max" and int(text) < _NO_LIMIT_BYTES:
-                return int(text)
-    return None
 
 
 def _environment() -> Iterator[Finding]:

@@ -24,8 +24,9 @@ from typing import Protocol
 import psutil
 import torch
 
+from flex_trainer.compat import cuda_allocated_bytes
 from flex_trainer.config import FlexConfig
-from flex_trainer.process_memory import process_memory
+from flex_trainer.process_memory import cgroup_limit_bytes, process_memory
 
 
 class MemoryMeter(Protocol):
@@ -59,6 +60,10 @@ class MemoryMeter(Protocol):
         """Highest memory in use since the window started."""
         ...
 
+    def is_peak_exact(self) -> bool:
+        """Whether the window's peak is known, and not only a lower bound."""
+        ...
+
     def now(self) -> dict[str, int]:
         """Memory in use now, by name."""
         ...
@@ -82,6 +87,7 @@ def meter_for(device: torch.device) -> MemoryMeter:
     raise ValueError(f"FlexTrainer can measure memory on cpu and cuda devices, not on {device.type!r}")
 
 
+_CUDA_SAMPLE_SECONDS = 0.001
 _AUTO_SHARE = 0.9
 """Share of the free memory that "auto" takes: the rest is for what the process allocates outside of its tensors."""
 
@@ -102,7 +108,7 @@ class ProcessMeter:
         return in_use + int(_AUTO_SHARE * max(min(free), 0))
 
     def device_bytes(self) -> int:
-        return min([psutil.virtual_memory().total, *_cgroup_limit_bytes()])
+        return min(limit for limit in (psutil.virtual_memory().total, cgroup_limit_bytes()) if limit is not None)
 
     def in_use_bytes(self) -> int:
         return self._read()[0]
@@ -125,6 +131,9 @@ class ProcessMeter:
         self.sample()
         high_water = process_memory().peak_rss_bytes
         return high_water if high_water > self._window_high_water else self._window_peak
+
+    def is_peak_exact(self) -> bool:
+        return True  # a thread samples all the time, whatever operators do
 
     def now(self) -> dict[str, int]:
         return {"process": self.in_use_bytes()}
@@ -151,9 +160,10 @@ class CudaMeter:
     """Memory of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._window_counter = 0
         self._window_peak = 0
+        self._next_sample = 0.0
 
     def auto_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -172,19 +182,24 @@ class CudaMeter:
         return min(limit_bytes - allocated, free + reserved - allocated)
 
     def start_window(self) -> None:
-        self._window_counter = torch.cuda.max_memory_allocated(self._device)
-        self._window_peak = self.in_use_bytes()
+        self._window_peak, self._window_counter = cuda_allocated_bytes(self._device)
 
     def end_window(self) -> None:
         pass
 
     def sample(self) -> None:
-        # Reading the allocator's statistics costs more than many operators; its own peak counter sees everything.
-        pass
+        # Operators may follow one another every few microseconds; reading the allocator's statistics takes longer.
+        if time.monotonic() >= self._next_sample:
+            self._window_peak = max(self._window_peak, cuda_allocated_bytes(self._device)[0])
+            self._next_sample = time.monotonic() + _CUDA_SAMPLE_SECONDS
 
     def peak_bytes(self) -> int:
-        counter = torch.cuda.max_memory_allocated(self._device)
-        return counter if counter > self._window_counter else max(self._window_peak, self.in_use_bytes())
+        current, counter = cuda_allocated_bytes(self._device)
+        self._window_peak = max(self._window_peak, current)
+        return counter if self.is_peak_exact() else self._window_peak
+
+    def is_peak_exact(self) -> bool:
+        return cuda_allocated_bytes(self._device)[1] > self._window_counter
 
     def now(self) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info(self._device)
@@ -227,13 +242,7 @@ def _open_statm() -> int | None:
     return os.open(path, os.O_RDONLY) if os.path.exists(path) else None
 
 
-def _cgroup_limit_bytes() -> list[int]:
-    """What the control group of this process (version 2) may use, if it is limited at all."""
-    limit_file = Path("/sys/fs/cgroup/memory.max")
-    limit = limit_file.read_text().strip() if limit_file.exists() else "max"
-    return [] if limit == "max" else [int(limit)]
-
-
 def _cgroup_free_bytes() -> list[int]:
-    """What the control group still allows."""
-    return [limit - int(Path("/sys/fs/cgroup/memory.current").read_text()) for limit in _cgroup_limit_bytes()]
+    """What the control group (version 2) still allows, if it is limited at all."""
+    limit, usage_file = cgroup_limit_bytes(), Path("/sys/fs/cgroup/memory.current")
+    return [limit - int(usage_file.read_text())] if limit is not None and usage_file.exists() else []

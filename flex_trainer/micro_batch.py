@@ -49,9 +49,14 @@ class MicroBatch:
     def note_routing(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
         """Count the tokens of each expert; the counts stay on the device until the record is made."""
         self.routed_rows[site.name] = top_k_index.numel()
+        if num_experts == 0:
+            return
         with torch.no_grad():
-            counts = torch.bincount(top_k_index.reshape(-1), minlength=max(num_experts, 1))
-            self._counts.append(counts[:num_experts] if num_experts else counts)
+            # Not bincount: its result's size depends on the data, so on CUDA the host would wait for the router. Ids of
+            # experts on other ranks are num_experts and go to the last place.
+            ids = top_k_index.reshape(-1).long().clamp(max=num_experts)
+            counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+            self._counts.append(counts.scatter_add_(0, ids, torch.ones_like(ids))[:num_experts])
 
     def end_forward(self) -> None:
         self.actual_bytes = self.ledger.held_bytes

@@ -33,6 +33,10 @@ M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 131072
 """glibc's option number (malloc.h) and its documented default value."""
 
 
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_NO_LIMIT_BYTES = 2**60  # cgroup v1 writes "no limit" as a huge number
+
+
 @dataclass(frozen=True)
 class ProcessMemory:
     """One reading of this process's memory, in bytes."""
@@ -71,6 +75,16 @@ def reset_peak_rss() -> bool:
     except OSError:
         return False
     return True
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The memory limit of this process's container or service; None without one."""
+    for path in map(Path, _CGROUP_LIMITS):
+        if path.is_file():
+            text = path.read_text().strip()
+            if text != "max" and int(text) < _NO_LIMIT_BYTES:
+                return int(text)
+    return None
 
 
 def return_freed_memory() -> bool:

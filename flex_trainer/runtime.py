@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from flex_trainer.activations.clock import clock_for
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.scope import Scope
 from flex_trainer.compat import is_checkpointing, stop_checkpointing
@@ -191,6 +192,7 @@ class FlexRuntime:
             store=self._offloading.store,
             quantize_dtype=getattr(torch, self.config.quantize_dtype),
             on_memory=self._meter.sample,
+            clock=clock_for(self._device),
         )
         micro_batch.scope = scope
         self._running = micro_batch

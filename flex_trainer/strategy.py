@@ -15,6 +15,9 @@ class Strategy(Enum):
     QUANTIZE = "quantize"
 
 
+LEAST_MOVED_BYTES = 16 * 1024
+"""Smaller storages are neither offloaded nor quantised: that costs more than it frees."""
+
 _NEVER_QUANTIZED = frozenset({"router", "lm_head", "loss"})
 
 

@@ -47,6 +47,9 @@ class FakeMeter:
         self.sample()
         return self._peak_bytes
 
+    def is_peak_exact(self) -> bool:
+        return True
+
     def now(self) -> dict[str, int]:
         return {"fake": self.in_use_bytes()}
 

@@ -1,7 +1,8 @@
 """The lower tier of a CUDA device: pinned host memory, copied on streams of its own.
 
 A write waits (on the copy stream) for the kernels that made the value; a read makes the compute stream wait for it.
-Pinned buffers are reused by size and bounded in sum: pinning is slow, and pinned memory is taken from everybody.
+Pinned buffers come in powers of two, are reused, and are bounded in sum: pinning is slow, and pinned memory is taken
+from everybody.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ class PinnedTier:
         self._up = torch.cuda.Stream(device)
 
     def write(self, source: torch.Tensor) -> tuple[torch.Tensor, _Transfer]:
-        buffer = self._take(source.numel())
+        whole = self._take(source.numel())
+        buffer = whole[: source.numel()]
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
             buffer.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._down)
         # The host has to know that the copy ended before it may free the source.
-        return buffer, _Transfer(event, blocks_host=True, keep_alive=source)
+        return whole, _Transfer(event, blocks_host=True, keep_alive=source)
 
     def read(self, place: torch.Tensor, target: torch.Tensor) -> _Transfer:
         # `target` was allocated on the compute stream, where its memory may still be in use by earlier kernels.
         self._up.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._up):
-            target.copy_(place, non_blocking=True)
+            target.copy_(place[: target.numel()], non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._up)
         target.record_stream(self._up)
@@ -73,6 +75,8 @@ class PinnedTier:
         return f"pinned host memory ({format_bytes(self._pinned_bytes)} of {format_bytes(self._max_bytes)} in use)"
 
     def _take(self, num_bytes: int) -> torch.Tensor:
+        # torch's pinned allocator rounds up to a power of two in any case: so buffers are counted, and reused, as such.
+        num_bytes = 1 << (max(num_bytes, 1) - 1).bit_length()
         idle = self._idle[num_bytes]
         if idle:
             return idle.pop()
@@ -84,7 +88,7 @@ class PinnedTier:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _drop_idle(self, wanted_bytes: int) -> None:
-        """Give idle buffers of other sizes back to the system."""
+        """Give idle buffers of other sizes back to torch's pinned allocator."""
         torch.cuda.synchronize(self._device)
         for size, buffers in self._idle.items():
             while buffers and self._pinned_bytes + wanted_bytes > self._max_bytes:

@@ -17,6 +17,8 @@ from flex_trainer.activations.ledger import Ledger
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _SMALLEST_SCALE = 1e-30
+_WORTHWHILE = 0.75
+"""Codes and scales that take more than this share of the original are not worth their error."""
 
 
 class QuantizedValue:
@@ -35,9 +37,13 @@ class QuantizedValue:
     @staticmethod
     def takes(tensor: torch.Tensor) -> bool:
         """Whether this tensor's storage can be quantised: floating, and finite all over (also where this view does not
-        reach: other views of it are read from the same codes)."""
-        is_float = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        return is_float and tensor.numel() > 0 and bool(torch.isfinite(_rows(tensor)).all())
+        reach: other views of it are read from the same codes), and with rows long enough that it shrinks."""
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or tensor.numel() == 0:
+            return False
+        rows = _rows(tensor)
+        code_bytes, scale_bytes = rows.numel(), 4 * rows.shape[0]
+        is_smaller = code_bytes + scale_bytes <= _WORTHWHILE * rows.numel() * rows.element_size()
+        return is_smaller and bool(torch.isfinite(rows).all())
 
     def read(self) -> torch.Tensor:
         if self._value is None:

@@ -10,7 +10,6 @@ A scope is open during one forward. It keeps nothing alive afterwards: what back
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from flex_trainer.activations.clock import Clock, HostClock
 from flex_trainer.activations.context import current_scope, scope_is
 from flex_trainer.activations.identity import StorageTable, is_plain, storage_bytes, storage_key
 from flex_trainer.activations.ledger import Ledger
@@ -38,10 +38,7 @@ from flex_trainer.activations.values import (
     StoredValue,
     alive,
 )
-from flex_trainer.strategy import Site, Strategy
-
-MIN_MITIGATED_BYTES = 16 * 1024
-"""Smaller storages are kept: moving or casting them costs more than it frees."""
+from flex_trainer.strategy import LEAST_MOVED_BYTES, Site, Strategy
 
 
 class Choices(Protocol):
@@ -53,7 +50,18 @@ class Choices(Protocol):
 class _Entry:
     """What the scope knows of one storage."""
 
-    __slots__ = ("holding", "is_counted", "owner", "pins", "region", "strategy", "stored", "value", "version")
+    __slots__ = (
+        "holding",
+        "dropped_bytes",
+        "is_counted",
+        "owner",
+        "pins",
+        "region",
+        "strategy",
+        "stored",
+        "value",
+        "version",
+    )
 
     def __init__(self, owner: int, strategy: Strategy, value: int, version: int) -> None:
         self.owner = owner
@@ -64,6 +72,7 @@ class _Entry:
         self.holding: weakref.ref[Holding] | None = None
         self.stored: weakref.ref[StoredValue] | None = None
         self.is_counted = False  # in the ledger's demand
+        self.dropped_bytes = 0  # in the ledger's freed bytes, since a replay brings them back
         self.pins: list[weakref.ref[Any]] = []  # alive as long as anything packed of this storage is
 
 
@@ -78,14 +87,15 @@ class Scope:
         parameters: Iterable[torch.Tensor],
         store: Callable[[], OffloadStore] | None = None,
         quantize_dtype: torch.dtype = torch.int8,
-        min_mitigated_bytes: int = MIN_MITIGATED_BYTES,
+        min_mitigated_bytes: int = LEAST_MOVED_BYTES,
         on_memory: Callable[[], None] = lambda: None,
-        now: Callable[[], float] = time.perf_counter,
+        clock: Clock | None = None,
     ) -> None:
         """`parameters`: tensors (parameters and buffers) that are only ever referred to. `on_memory` is called at
         points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward."""
         self.ledger = ledger
-        self.trace = Trace()
+        self._trace = Trace()
+        self._marks: list[tuple[int, Any, Any]] = []  # (call, start, end): times not read yet
         self.was_used = False
         """Whether backward has asked for any value yet."""
         self._choices = choices
@@ -93,7 +103,7 @@ class Scope:
         self._quantize_dtype = quantize_dtype
         self._min_mitigated_bytes = min_mitigated_bytes
         self._on_memory = on_memory
-        self._now = now
+        self._clock: Clock = clock or HostClock()
         self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
         self._table: StorageTable[_Entry] = StorageTable()
         self._stack: list[int] = []
@@ -113,6 +123,14 @@ class Scope:
                 self._table.clear()
                 self._stack.clear()
 
+    @property
+    def trace(self) -> Trace:
+        """What forward did. Reading it on CUDA waits for the operators whose times were not read yet."""
+        for index, start, end in self._marks:
+            self._trace.calls[index].seconds = self._clock.seconds(start, end)
+        self._marks.clear()
+        return self._trace
+
     # Running operators
 
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -126,19 +144,19 @@ class Scope:
             entry = self._entry(tensor)
             if entry is not None:
                 call.inputs.append(entry.value)
-        index = len(self.trace.calls)
-        self.trace.calls.append(call)
+        index = len(self._trace.calls)
+        self._trace.calls.append(call)
         strategy = self._strategy_of(site)
         outer_region = self._region, self._region_call
         self._stack.append(index)
-        start = self._now()
+        start = self._clock.mark()
         try:
             if strategy is Strategy.RECOMPUTE:
                 result, region = self._run_region(index, function, args, kwargs)
             else:
                 result, region = function(*args, **kwargs), None
         finally:
-            call.seconds = self._now() - start
+            self._marks.append((index, start, self._clock.mark()))
             self._stack.pop()
             self._region, self._region_call = outer_region
         self._note_outputs(index, strategy, result, region)
@@ -153,7 +171,7 @@ class Scope:
         return Strategy.KEEP if strategy is Strategy.RECOMPUTE and not site.is_replayable else strategy
 
     def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
-        name = self.trace.calls[index].site.name
+        name = self._trace.calls[index].site.name
         region = Region(name, function, args, kwargs, self._pack_input, self.ledger)
         self._region, self._region_call = region, index
         self._num_packs = 0
@@ -169,25 +187,22 @@ class Scope:
         return result, region
 
     def _note_outputs(self, index: int, strategy: Strategy, result: Any, region: Region | None) -> None:
-        call = self.trace.calls[index]
+        call = self._trace.calls[index]
         for number, leaf in enumerate(tree_leaves(result)):
             if not isinstance(leaf, torch.Tensor) or not is_plain(leaf) or storage_key(leaf) in self._parameters:
                 continue
             entry = self._table.get(leaf)
             if entry is None:
                 entry = self._new_entry(leaf, index, strategy)
-                self.trace.values[entry.value].is_output = True
             elif entry.owner != index and not self._is_inside(entry.owner, index):
                 continue  # an input handed through: its producer governs it
-            else:
-                self.trace.values[entry.value].is_output = True
             call.output_bytes += storage_bytes(leaf)
             if region is not None and entry.region is None and entry.holding is None:
                 entry.region, entry.version = (region, number), leaf._version
 
     def _is_inside(self, inner: int, outer: int) -> bool:
         while inner > outer:
-            inner = self.trace.calls[inner].parent
+            inner = self._trace.calls[inner].parent
         return inner == outer
 
     def sweep(self) -> None:
@@ -195,9 +210,12 @@ class Scope:
         such as a router's unused scores."""
         for entry in self._fresh:
             if not any(pin() is not None for pin in entry.pins):
-                value = self.trace.values[entry.value]
+                value = self._trace.values[entry.value]
                 value.savers.clear()
+                entry.is_counted = False
                 self.ledger.demand(-value.num_bytes)
+                self.ledger.freed("recompute", -entry.dropped_bytes)
+                entry.dropped_bytes = 0
         self._fresh.clear()
         self._table.sweep()
 
@@ -206,13 +224,14 @@ class Scope:
         """Strategy of the innermost operator or block that is running."""
         if not self._stack:
             return Strategy.KEEP
-        strategy = self._choices.strategy(self.trace.calls[self._stack[-1]].site)
+        strategy = self._choices.strategy(self._trace.calls[self._stack[-1]].site)
         return Strategy.KEEP if strategy is Strategy.RECOMPUTE else strategy
 
     # Packing
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
         """Outside of recomputed regions."""
+        self.ledger.num_unmanaged += not is_plain(tensor)
         entry = self._entry(tensor)
         if entry is None:
             return PackedReference(tensor.detach(), self._name())
@@ -225,6 +244,7 @@ class Scope:
         self._num_packs += 1
         region = self._region
         assert region is not None
+        self.ledger.num_unmanaged += not is_plain(tensor)
         known = self._table.get(tensor) if is_plain(tensor) else None
         if known is not None and not self._is_inside(known.owner, self._region_call):
             self._count(known, tensor)
@@ -233,7 +253,7 @@ class Scope:
         if entry is None:
             return PackedReference(tensor.detach(), self._name())
         if not entry.is_counted:
-            self.ledger.freed("recompute", storage_bytes(tensor))
+            self._drop(entry, tensor)
         self._count(entry, tensor)
         slot = region.inner_slot(number)
         entry.pins.append(weakref.ref(slot))
@@ -279,10 +299,12 @@ class Scope:
         if storage_bytes(tensor) < self._min_mitigated_bytes or alive(entry.holding) is not None:
             return None
         stored: StoredValue | None = None
+        start = self._clock.mark()
         if entry.strategy is Strategy.OFFLOAD and self._store is not None:
             stored = self._store().put(tensor, self.ledger)
         elif entry.strategy is Strategy.QUANTIZE and QuantizedValue.takes(tensor):
             stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger)
+        self._clock.pause(start)
         if stored is not None:
             entry.stored = weakref.ref(stored)
             entry.pins.append(entry.stored)
@@ -290,7 +312,7 @@ class Scope:
 
     def _count(self, entry: _Entry, tensor: torch.Tensor) -> None:
         """Note that autograd saves this storage, once per storage in the ledger, once per saver in the trace."""
-        savers = self.trace.values[entry.value].savers
+        savers = self._trace.values[entry.value].savers
         saver = self._stack[-1] if self._stack else -1
         if not savers or savers[-1] != saver:
             savers.append(saver)
@@ -299,14 +321,17 @@ class Scope:
             self._fresh.append(entry)
             self.ledger.demand(storage_bytes(tensor))
             if entry.region is not None and entry.version == tensor._version:
-                self.ledger.freed("recompute", storage_bytes(tensor))
+                self._drop(entry, tensor)
+
+    def _drop(self, entry: _Entry, tensor: torch.Tensor) -> None:
+        entry.dropped_bytes = storage_bytes(tensor)
+        self.ledger.freed("recompute", entry.dropped_bytes)
 
     # Identity
 
     def _entry(self, tensor: torch.Tensor) -> _Entry | None:
         """What is known of the tensor's storage; None for parameters and for kinds of tensors left alone."""
         if not is_plain(tensor):
-            self.ledger.num_unmanaged += 1
             return None
         if storage_key(tensor) in self._parameters:
             return None
@@ -316,12 +341,12 @@ class Scope:
         return entry
 
     def _new_entry(self, tensor: torch.Tensor, owner: int, strategy: Strategy) -> _Entry:
-        self.trace.values.append(ValueTrace(owner, storage_bytes(tensor), tensor.element_size()))
-        entry = _Entry(owner, strategy, len(self.trace.values) - 1, tensor._version)
+        self._trace.values.append(ValueTrace(owner, storage_bytes(tensor), tensor.element_size()))
+        entry = _Entry(owner, strategy, len(self._trace.values) - 1, tensor._version)
         return self._table.put(tensor, entry)
 
     def _name(self) -> str:
-        return self.trace.calls[self._stack[-1]].site.name if self._stack else "the model, outside of its layers"
+        return self._trace.calls[self._stack[-1]].site.name if self._stack else "the model, outside of its layers"
 
     def _owner_name(self, entry: _Entry) -> str:
-        return self.trace.calls[entry.owner].site.name if entry.owner >= 0 else "the model, outside of its layers"
+        return self._trace.calls[entry.owner].site.name if entry.owner >= 0 else "the model, outside of its layers"

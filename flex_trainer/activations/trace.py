@@ -18,8 +18,6 @@ class ValueTrace:
     """Index of the call that made it; for what was computed between operators, the enclosing block; -1: outside."""
     num_bytes: int
     element_bytes: int = 1
-    is_output: bool = False
-    """Whether it is an output of its owner, not an internal."""
     savers: list[int] = field(default_factory=list)
     """Calls whose autograd nodes save it."""
 

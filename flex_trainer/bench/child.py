@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from typing import Any
 
@@ -100,14 +101,14 @@ def train(
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture](**config))
     times = StepTimes()
     args = TrainingArguments(
-        output_dir="unused",
+        output_dir=tempfile.mkdtemp(prefix="flex-bench-"),
         max_steps=len(lengths),
         per_device_train_batch_size=batch_size,
         learning_rate=1e-3,
         logging_steps=len(lengths),
         save_strategy="no",
         report_to="none",
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=True,  # peaks and caps are those of the process
         disable_tqdm=True,
         train_sampling_strategy="sequential",
         gradient_checkpointing=side == "checkpoint",

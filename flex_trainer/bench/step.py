@@ -12,6 +12,7 @@ the first steps of each process. Deterministic algorithms are on for all sides, 
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ BOUNDS = {
     "cap_vs_plain_step_ratio": 1.20,
     "ample_vs_plain_step_ratio": 1.03,
     "peak_vs_limit": 1.0,
-    "least_use_of_limit": 0.85,
+    "use_of_limit_under_demand": 0.85,
     "plan_share": 0.005,
 }
 CAP_SHARE = 0.6
@@ -37,6 +38,7 @@ WARM_UP_STEPS = 2
 TIMED_STEPS = 3
 _OUT_OF_MEMORY = "can't allocate memory"
 _TIMEOUT_S = 1800.0
+_DIED: dict[str, Any] = {"losses": [], "seconds": [], "peak_bytes": 0, "records": []}
 
 
 def measure(is_quick: bool) -> tuple[dict[str, Any], dict[str, float], dict[str, bool]]:
@@ -65,7 +67,7 @@ def _meets(figures: dict[str, Any], name: str) -> dict[str, bool]:
         and figure("ample_losses_are_bit_equal"),
         "4": figures["varied/num_over_limit"] == 0
         and figures["varied/peak_vs_limit"] <= BOUNDS["peak_vs_limit"]
-        and figures["varied/use_of_limit_under_demand"] >= BOUNDS["least_use_of_limit"],
+        and figures["varied/use_of_limit_under_demand"] >= BOUNDS["use_of_limit_under_demand"],
         "5": figure("plan_share") < BOUNDS["plan_share"] and figures["varied/plan_share"] < BOUNDS["plan_share"],
     }
 
@@ -87,14 +89,18 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
                 cap_bytes = int(checkpoint_peak + CAP_SHARE * (plain_peak - checkpoint_peak))
                 options["cap"] = {"side": "flex", "limit_bytes": cap_bytes, "enforce_bytes": cap_bytes}
             console.print(f"{shape.name}: round {number + 1} of {num_rounds}, {name}", highlight=False)
-            runs[name].append(_run(shape, lengths, **options[name]))
+            result = _try(shape, lengths, **options[name])
+            if name != "cap":  # whether FlexTrainer survives its cap is a figure, not a failure of the benchmark
+                _refuse_failure(result, f"{shape.name}, {name}")
+            runs[name].append(result.value or _DIED)
     console.print(f"{shape.name}: plain, and each strategy alone, under {cap_bytes / 2**20:.0f} MiB", highlight=False)
     dead = _try(shape, lengths, side="plain", enforce_bytes=cap_bytes)
     alone = [
-        _run(shape, lengths[:WARM_UP_STEPS], **options["cap"], strategies=[name]) for name in ("recompute", "offload")
+        _try(shape, lengths[:WARM_UP_STEPS], **options["cap"], strategies=[name]).value or _DIED
+        for name in ("recompute", "offload")
     ]
     step = {
-        name: statistics.median(seconds for run in done for seconds in run["seconds"][WARM_UP_STEPS:])
+        name: statistics.median([seconds for run in done for seconds in run["seconds"][WARM_UP_STEPS:]] or [math.inf])
         for name, done in runs.items()
     }
     records = [record for run in runs["cap"] for record in run["records"]]
@@ -115,7 +121,7 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
         "ample_vs_plain_step_ratio": step["ample"] / step["plain"],
         "plain_vs_checkpoint_step_ratio": step["plain"] / step["checkpoint"],
         **{
-            f"freed_{strategy}_mib": max(record["freed_bytes"][strategy] for record in records[1:]) / 2**20
+            f"freed_{strategy}_mib": max((record["freed_bytes"][strategy] for record in records[1:]), default=0) / 2**20
             for strategy in ("recompute", "offload")
         },
         "prediction_error_percent": _prediction_error_percent(records),
@@ -155,22 +161,26 @@ def _vary(shape: BenchShape, num_micro_batches: int, console: Console) -> dict[s
 
 
 def _plan_share(records: list[dict[str, Any]]) -> float:
-    return sum(record["plan_ms"] for record in records) / sum(record["step_ms"] for record in records)
+    return sum(record["plan_ms"] for record in records) / max(sum(record["step_ms"] for record in records), 1e-9)
 
 
 def _prediction_error_percent(records: list[dict[str, Any]]) -> float:
     """Mean error of the predicted activation bytes."""
     planned = [record for record in records if not record["is_profile"]]
-    return 100 * statistics.mean(abs(r["predicted_bytes"] - r["actual_bytes"]) / r["actual_bytes"] for r in planned)
+    errors = [abs(r["predicted_bytes"] - r["actual_bytes"]) / r["actual_bytes"] for r in planned]
+    return 100 * statistics.mean(errors) if errors else 0.0
 
 
 def _run(shape: BenchShape, lengths: list[int], **options: Any) -> dict[str, Any]:
     result = _try(shape, lengths, **options)
-    if result.exit_code != 0:
-        raise RuntimeError(
-            f"{shape.name} {options} ended with {result.error or result.exit_code}: {result.stderr[-2000:]}"
-        )
+    _refuse_failure(result, f"{shape.name} {options}")
     return result.value
+
+
+def _refuse_failure(result: SubprocessResult, name: str) -> None:
+    if result.exit_code != 0:
+        error = result.error or f"exit code {result.exit_code}"
+        raise RuntimeError(f"{name} ended with {error}: {result.stderr[-2000:]}")
 
 
 def _try(shape: BenchShape, lengths: list[int], **options: Any) -> SubprocessResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flex_trainer.strategy import Strategy
+from flex_trainer.strategy import LEAST_MOVED_BYTES, Strategy
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,6 @@ class Roofline:
         """Time to free `num_bytes` and to bring them back."""
         return self.overhead_seconds + num_bytes / self.bytes_per_second
 
-    @property
-    def knee_bytes(self) -> float:
-        """The size at which half of the peak mitigation bandwidth is reached."""
-        return self.overhead_seconds * self.bytes_per_second
-
 
 @dataclass(frozen=True)
 class Rates:
@@ -33,9 +28,7 @@ class Rates:
     quantize: Roofline = Roofline(100e-6, 1.0e9)
     quantized_fraction: float = 0.27
     """Bytes kept of a quantised float32 value (codes, and one scale for a row of 64); bfloat16 keeps twice that."""
-    smallest_moved_bytes: int = 16 * 1024
-    """Smaller values are never offloaded or quantised (activations/scope.py has the same number, for the same
-    reason)."""
+    smallest_moved_bytes: int = LEAST_MOVED_BYTES
     in_flight_bytes: int = 0
     """Most bytes of offload copies on their way at once, on top of all else: down in forward, up in backward."""
     replay_overhead_seconds: float = 60e-6

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flex_trainer import doctor as diagnosis
+from flex_trainer import process_memory
 from flex_trainer.cli import main
 
 
@@ -67,8 +68,8 @@ def test_environment_that_overrides(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_cgroup_limit(content: str, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "memory.max"
     path.write_text(content)
-    monkeypatch.setattr(diagnosis, "_CGROUP_LIMITS", (str(tmp_path / "none"), str(path)))
-    assert diagnosis.cgroup_limit_bytes() == expected
+    monkeypatch.setattr(process_memory, "_CGROUP_LIMITS", (str(tmp_path / "none"), str(path)))
+    assert process_memory.cgroup_limit_bytes() == expected
 
 
 def test_other_versions_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
