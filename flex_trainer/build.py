@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from flex_trainer.config import nearest
 from flex_trainer.data import build_dataset, byte_tokenizer
 from flex_trainer.data.samples import TokenDataset
+from flex_trainer.errors import UserError
 from flex_trainer.recipe import Recipe
 from flex_trainer.recipe_yaml import RecipeError
 
@@ -124,7 +125,7 @@ def build_data(recipe: Recipe, args: TrainingArguments, tokenizer: Any) -> tuple
         needed = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size * args.world_size
     try:
         dataset = build_dataset(recipe.data, tokenizer, args.per_device_train_batch_size, needed)
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(f"{recipe.path.name}: data: {error}") from error
     num_eval = recipe.data.num_eval_samples
     if not num_eval:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 # The grouped product with bias and layout handled. Private in transformers 5.24; goes when it is exported.
 from transformers.integrations.moe import _grouped_linear as grouped_linear
@@ -11,7 +10,7 @@ from transformers.integrations.moe import _grouped_linear as grouped_linear
 # What transformers makes of every decoder layer. Public in the module it stands in, not at the top; goes when it is.
 from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
 
-__all__ = ["DecoderLayer", "cuda_allocated_bytes", "grouped_linear", "is_checkpointing", "stop_checkpointing"]
+__all__ = ["DecoderLayer", "cuda_allocated_bytes", "grouped_linear"]
 
 
 def cuda_allocated_bytes(device: torch.device) -> tuple[int, int]:
@@ -22,16 +21,3 @@ def cuda_allocated_bytes(device: torch.device) -> tuple[int, int]:
     """
     allocated = torch._C._cuda_memoryStats(device.index or 0)["allocated_bytes"]["all"]
     return allocated["current"], allocated["peak"]
-
-
-def is_checkpointing(model: nn.Module) -> bool:
-    """Whether activation (gradient) checkpointing is on.
-
-    transformers 5.24 renamed it and keeps the old name until 6; models outside of it may have neither.
-    """
-    return bool(getattr(model, "is_activation_checkpointing", False))
-
-
-def stop_checkpointing(model: nn.Module) -> None:
-    """Turn activation checkpointing off, where `is_checkpointing`."""
-    model.activation_checkpointing_disable()  # type: ignore[operator]

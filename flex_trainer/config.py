@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from flex_trainer.errors import UserError
 from flex_trainer.units import parse_bytes
 
 STRATEGIES = ("recompute", "offload", "quantize")
@@ -63,13 +64,13 @@ class FlexConfig:
         # Step 2: every field on its own.
         for name in self.strategies:
             if name not in STRATEGIES:
-                raise ValueError(f"unknown strategy {name!r} in strategies; {nearest(str(name), STRATEGIES)}")
+                raise UserError(f"unknown strategy {name!r} in strategies; {nearest(str(name), STRATEGIES)}")
         _check_choice("quantize_dtype", self.quantize_dtype, QUANTIZE_DTYPES)
         _check_choice("planner", self.planner, PLANNERS)
         _check_amount("memory_limit", self.memory_limit, fraction_may_be_one=True)
         _check_amount("transient_reserve", self.transient_reserve, fraction_may_be_one=False)
         if not isinstance(self.offload_to, str) or not self.offload_to:
-            raise ValueError(f"offload_to={self.offload_to!r} must be 'host' or the path of a directory")
+            raise UserError(f"offload_to={self.offload_to!r} must be 'host' or the path of a directory")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> FlexConfig:
@@ -81,7 +82,7 @@ class FlexConfig:
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:
-                raise ValueError(f"unknown key {key!r} in flex; {nearest(key, known)}")
+                raise UserError(f"unknown key {key!r} in flex; {nearest(key, known)}")
         return cls(**values)
 
     def limit_bytes(self, device_bytes: int, auto_bytes: int) -> int:
@@ -103,7 +104,7 @@ def amount_bytes(amount: str | float | int, whole_bytes: int) -> int:
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not known; {nearest(str(value), choices)}")
+        raise UserError(f"{name}={value!r} is not known; {nearest(str(value), choices)}")
 
 
 def _check_amount(name: str, value: object, fraction_may_be_one: bool) -> None:
@@ -112,16 +113,16 @@ def _check_amount(name: str, value: object, fraction_may_be_one: bool) -> None:
     if isinstance(value, str):
         try:
             amount: float = parse_bytes(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         amount = value
     else:
-        raise ValueError(f"{name}={value!r} must be 'auto', a size such as '12GiB', bytes, or a fraction")
+        raise UserError(f"{name}={value!r} must be 'auto', a size such as '12GiB', bytes, or a fraction")
     smallest_ok = amount > 0 if fraction_may_be_one else amount >= 0
     if not smallest_ok or amount != amount or amount == float("inf"):
-        raise ValueError(f"{name}={value!r} must be positive and finite")
+        raise UserError(f"{name}={value!r} must be positive and finite")
     if isinstance(value, float) and 1 < value < 1024:
-        raise ValueError(f"{name}={value!r} is neither a fraction (at most 1) nor a plausible number of bytes")
+        raise UserError(f"{name}={value!r} is neither a fraction (at most 1) nor a plausible number of bytes")
     if isinstance(value, float) and value == 1 and not fraction_may_be_one:
-        raise ValueError(f"{name}={value!r} would leave nothing; give a fraction below 1")
+        raise UserError(f"{name}={value!r} would leave nothing; give a fraction below 1")

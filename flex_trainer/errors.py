@@ -10,20 +10,11 @@ from contextlib import contextmanager
 EXIT_CODE = 2
 
 
-def is_user_mistake(error: BaseException) -> bool:
-    """Whether `error` is a ValueError or OSError raised by our own code, rather than by a library below it.
+class UserError(ValueError):
+    """Something that the user can mend, said in one line: the value, what is wrong with it, what to change.
 
-    Our code raises ValueError only for what the user can mend, with a message that says how.
+    Our code raises it on purpose; a plain ValueError, ours or a library's, is a defect and keeps its traceback.
     """
-    if not isinstance(error, (ValueError, OSError)):
-        return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    # Started by `python -m flex_trainer.train`, our own module is called __main__; then its package tells.
-    package = "" if trace is None else trace.tb_frame.f_globals.get("__package__") or ""
-    return module.split(".")[0] == "flex_trainer" or package.split(".")[0] == "flex_trainer"
 
 
 @contextmanager
@@ -31,8 +22,8 @@ def user_mistakes_as_one_line() -> Iterator[None]:
     """Print a user's mistake as one red line on stderr and exit with code 2; FLEX_TRACEBACK=1 shows where it was."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        if not is_user_mistake(error) or os.environ.get("FLEX_TRACEBACK") == "1":
+    except UserError as error:
+        if os.environ.get("FLEX_TRACEBACK") == "1":
             raise
         print_mistake(" ".join(str(error).split()))
         sys.exit(EXIT_CODE)

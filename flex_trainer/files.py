@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from flex_trainer.errors import UserError
+
 
 def write_whole(path: Path, text: str, what: str = "the file") -> Path:
     """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
@@ -30,7 +32,7 @@ def write_whole(path: Path, text: str, what: str = "the file") -> Path:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
         reason = error.strerror or str(error)
-        raise ValueError(
+        raise UserError(
             f"{what} cannot be written to {str(path)!r}: {reason}; "
             "choose a path in a writable directory with free space"
         ) from error

@@ -17,6 +17,7 @@ import yaml
 
 from flex_trainer import recipes
 from flex_trainer.config import nearest
+from flex_trainer.errors import UserError
 from flex_trainer.files import write_whole
 from flex_trainer.recipe import Recipe
 from flex_trainer.recipe_yaml import RecipeError, read_yaml, refuse_quoted_booleans
@@ -78,7 +79,7 @@ def launch_problems(settings: Mapping[str, Any]) -> Iterator[str]:
                     yield f"{key}.{inner}: accelerate would ignore it; {nearest(str(inner), sorted(known))}"
         try:
             refuse_quoted_booleans(value, str(key))
-        except ValueError as error:
+        except UserError as error:
             yield str(error)
     yield from _process_problems(settings, keys.distributed_types)
 

@@ -26,6 +26,7 @@ import torch
 
 from flex_trainer.compat import cuda_allocated_bytes
 from flex_trainer.config import FlexConfig
+from flex_trainer.errors import UserError
 from flex_trainer.process_memory import cgroup_limit_bytes, process_memory
 
 
@@ -84,7 +85,7 @@ def meter_for(device: torch.device) -> MemoryMeter:
         return CudaMeter(device)
     if device.type == "cpu":
         return ProcessMeter()
-    raise ValueError(f"FlexTrainer can measure memory on cpu and cuda devices, not on {device.type!r}")
+    raise UserError(f"FlexTrainer can measure memory on cpu and cuda devices, not on {device.type!r}")
 
 
 _CUDA_SAMPLE_SECONDS = 0.001

@@ -13,6 +13,7 @@ from flex_trainer.activations.pinned_tier import PinnedTier
 from flex_trainer.activations.quantize import dequantize_rows, quantize_rows
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.roofline import Rates, Roofline
+from flex_trainer.errors import UserError
 
 _HOST_SHARE = 0.5
 """Share of the host memory free at the start that pinned buffers may take."""
@@ -67,7 +68,7 @@ class OffloadService:
         if self._device.type == "cuda" and directory is None:
             return PinnedTier(self._device, int(_HOST_SHARE * psutil.virtual_memory().available))
         if self._device.type == "cuda":
-            raise ValueError(
+            raise UserError(
                 f"offload_to={self._config.offload_to!r} is a directory, which only a CPU device can offload to; "
                 "use offload_to='host' on CUDA"
             )

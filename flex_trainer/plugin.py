@@ -25,7 +25,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from flex_trainer.config import FlexConfig
+from flex_trainer.errors import UserError
 from flex_trainer.runtime import FlexRuntime
+from flex_trainer.undo import replace_attribute
 
 
 class FlexPlugin:
@@ -52,7 +54,7 @@ class FlexPlugin:
         if model is None:
             prepared = accelerator._models
             if len(prepared) != 1:
-                raise ValueError(
+                raise UserError(
                     f"the accelerator has prepared {len(prepared)} models; call attach after accelerator.prepare, or "
                     "name the model to manage: attach(accelerator, model)"
                 )
@@ -64,7 +66,13 @@ class FlexPlugin:
         return self.runtime
 
     def detach(self) -> None:
-        """Give model and accelerator back as they were."""
+        """Give model and accelerator back as they were.
+
+        Several plugins on one accelerator, each with a model of its own, may be detached in any order.
+
+        Raises:
+            ValueError: the seed profile cannot be written; all is given back all the same.
+        """
         while self._undo:
             self._undo.pop()()
 
@@ -73,14 +81,12 @@ class FlexPlugin:
 
         @functools.wraps(original)
         def backward(loss: Any, **kwargs: Any) -> None:
+            if not self.is_attached:  # called by another plugin that was attached later and is there still
+                original(loss, **kwargs)
+                return
             with self.runtime.backward():
                 original(loss, **kwargs)
             if accelerator.sync_gradients:
                 self.runtime.step += 1
 
-        accelerator.backward = backward  # type: ignore[method-assign]
-
-        def undo() -> None:
-            del accelerator.backward
-
-        self._undo.append(undo)
+        self._undo.append(replace_attribute(accelerator, "backward", backward))

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from flex_trainer.errors import UserError
 from flex_trainer.units import format_bytes
 
 if sys.platform != "win32":
@@ -153,7 +154,7 @@ def _data_limit_bytes(limit_bytes: int) -> int:
     if memory.data_bytes is None or not sys.platform.startswith("linux"):
         raise RuntimeError(f"a limit on process memory needs Linux; this is {sys.platform}")
     if limit_bytes <= memory.rss_bytes:
-        raise ValueError(
+        raise UserError(
             f"a process limit of {format_bytes(limit_bytes)} ({limit_bytes} bytes) must be above the "
             f"{format_bytes(memory.rss_bytes)} this process uses already; raise the limit or use a smaller model"
         )
@@ -163,7 +164,7 @@ def _data_limit_bytes(limit_bytes: int) -> int:
 def _set_data_limit(soft_bytes: int, hard_bytes: int) -> None:
     allowed_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if allowed_bytes != resource.RLIM_INFINITY and soft_bytes > allowed_bytes:
-        raise ValueError(
+        raise UserError(
             f"the process limit needs {format_bytes(soft_bytes)} of data memory, and the hard limit of this process "
             f"allows {format_bytes(allowed_bytes)}; lower the process limit, or raise the hard limit (ulimit -H -d)"
         )

@@ -7,18 +7,20 @@ learnt as the ratio of measured to predicted peak, and taken off what may be pla
 from __future__ import annotations
 
 import hashlib
-import math
+import os
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from flex_trainer.config import FlexConfig, amount_bytes
+from flex_trainer.correction import Correction
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.profile import BatchShape, Profile
 from flex_trainer.cost.timeline import GradientBytes
+from flex_trainer.errors import UserError
 from flex_trainer.gradients import Gradients
 from flex_trainer.meter import MemoryMeter
 from flex_trainer.micro_batch import MicroBatch
@@ -43,7 +45,7 @@ _AUTO_RESERVE = 0.015
 _BY_EFFECT = [Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE]
 
 
-class MemoryLimitError(ValueError):
+class MemoryLimitError(UserError):
     """The memory limit is below what the least demanding way to run needs."""
 
 
@@ -63,8 +65,9 @@ class Provisioner:
         """`earlier` managed a model before; what it has learnt stays valid if that was the same kind of model.
 
         Raises:
-            MemoryLimitError: the limit is below what is in use before the first micro-batch.
-            ValueError: a seed profile that cannot be read, or of another model.
+            MemoryLimitError: the limit is below what is in use before the first micro-batch, and something is to be
+                mitigated.
+            ValueError: a seed profile that cannot be read or written, or of another model.
         """
         self._config = config
         self._meter = meter
@@ -90,7 +93,8 @@ class Provisioner:
         """Budget and plan of the next micro-batch.
 
         Raises:
-            MemoryLimitError: even with everything mitigated it would be over the limit.
+            MemoryLimitError: the sizes are known, and even the least demanding plan would be over the limit. Never
+                where there are no strategies: then the run is watched, and its records say what was over.
         """
         started = time.perf_counter()
         in_use_bytes = self._meter.in_use_bytes()
@@ -98,7 +102,7 @@ class Provisioner:
         gradients = self._gradients.now()
         if self._profile.knows(shape):
             plan = self._plan(shape, left_bytes, gradients)
-            if not plan.fits:
+            if not plan.fits and self._config.strategies:
                 self._check_least(shape, plan, in_use_bytes, left_bytes)
             on_top_bytes = plan.peak_bytes - plan.predicted_bytes
             # What is left was measured with the micro-batches in flight; the allocator takes them off itself.
@@ -142,11 +146,11 @@ class Provisioner:
         """Forward has ended: the bytes really held replace the budget in the books."""
         self._allocator.commit(micro_batch.number, micro_batch.actual_bytes)
 
-    def learn(self, micro_batch: MicroBatch, peak_bytes: int) -> None:
+    def learn(self, micro_batch: MicroBatch, peak_bytes: int, is_peak_exact: bool) -> None:
         """Backward has ended: learn sizes, times, and how far off the predicted peak was.
 
-        Raises:
-            MemoryLimitError: the first micro-batch of its kind, with everything recomputed, was over the limit.
+        A first micro-batch that was over the limit and survived is no error: with its sizes known, `begin` refuses the
+        next one if no plan can help.
         """
         assert micro_batch.scope is not None
         self._allocator.release(micro_batch.number)
@@ -157,22 +161,15 @@ class Provisioner:
             # Now that sizes are known, see what the model would have said of the run that has just been measured.
             planner = self._planner(self._profile.graph(micro_batch.shape))
             plan = planner.uniform(self._most_effective(), micro_batch.gradients)
-        self._correction.observe(plan, above_bytes)
-        if micro_batch.plan is None and peak_bytes > self.limit_bytes and self._config.strategies:
-            raise MemoryLimitError(
-                f"{self._limit_text()} is too low: a micro-batch of {micro_batch.shape.num_tokens} tokens with "
-                f"everything mitigated needs {format_bytes(peak_bytes)}, of which "
-                f"{format_bytes(micro_batch.baseline_bytes)} were in use before it. Raise memory_limit, or use a "
-                "smaller per-device batch or shorter sequences."
-            )
+        self._correction.observe(plan, above_bytes, is_peak_exact)
 
     def forget(self, micro_batch: MicroBatch) -> None:
         """The micro-batch had no backward and its values are gone."""
         self._allocator.release(micro_batch.number)
 
     def save_profile(self) -> None:
-        """Write the seed profile, where one is configured and anything was learnt."""
-        if self._config.seed_profile is not None and self._profile.version > 0:
+        """Write the seed profile on the main process, where one is configured and anything was learnt."""
+        if self._config.seed_profile is not None and self._profile.version > 0 and _is_main_process():
             self._profile.transient_factor = self._correction.factor
             self._profile.save(Path(self._config.seed_profile), self._fingerprint)
 
@@ -218,10 +215,17 @@ class Provisioner:
         return int(_AUTO_RESERVE * self.limit_bytes) if reserve == "auto" else amount_bytes(reserve, self.limit_bytes)
 
     def _seed_profile(self) -> Profile:
-        path = self._config.seed_profile
-        if path is None or not Path(path).exists():
+        if self._config.seed_profile is None:
             return Profile()
-        return Profile.load(Path(path), self._fingerprint)
+        path = Path(self._config.seed_profile)
+        # Found out now rather than when training has ended.
+        directory = path.absolute().parent
+        if _is_main_process() and not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
+            raise UserError(
+                f"seed_profile={str(path)!r} cannot be written: the directory {str(directory)!r} must exist and be "
+                "writable; make it, or give another path"
+            )
+        return Profile.load(path, self._fingerprint) if path.exists() else Profile()
 
     # Limits that cannot be met
 
@@ -230,7 +234,7 @@ class Provisioner:
 
     def _check_start(self) -> None:
         in_use_bytes = self._meter.in_use_bytes()
-        if in_use_bytes >= self.limit_bytes:
+        if in_use_bytes >= self.limit_bytes and self._config.strategies:
             raise MemoryLimitError(
                 f"{self._limit_text()} is below the {format_bytes(in_use_bytes)} in use before the first micro-batch "
                 "(weights and all else in the process). Raise memory_limit, or use a smaller model."
@@ -247,42 +251,18 @@ class Provisioner:
             )
 
 
-class Correction:
-    """How large transients really are, over what the cost model says. What is held needs no correction: it is exact."""
-
-    _FIRST_GUESS = 1.5
-    _REMEMBERED = 64
-    _LOWEST, _HIGHEST = 0.5, 8.0
-    _STEPS = 50  # per 1.0: a factor that does not jitter lets plans be found in the cache
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=self._REMEMBERED)  # (predicted peak, factor)
-        self.factor = self._FIRST_GUESS
-
-    def start_at(self, factor: float | None) -> None:
-        """Begin with the factor of an earlier run."""
-        if factor is not None:
-            self.factor = factor
-
-    def observe(self, plan: Plan, measured_bytes: int) -> None:
-        """Compare a plan (made with the present factor) with the measured peak above the baseline."""
-        modelled_bytes = plan.on_top_bytes / self.factor
-        if modelled_bytes <= 0:
-            return
-        factor = (measured_bytes - (plan.peak_bytes - plan.on_top_bytes)) / modelled_bytes
-        self._seen.append((plan.peak_bytes, min(max(factor, self._LOWEST), self._HIGHEST)))
-        # The largest factor seen lately, among peaks of the size that matters: small ones are mostly constant costs.
-        largest = max(predicted for predicted, _ in self._seen)
-        worst = max(factor for predicted, factor in self._seen if predicted >= largest / 2)
-        self.factor = math.ceil(worst * self._STEPS) / self._STEPS
-
-
 def _put_bounded(cache: dict[Any, Any], key: Any, item: Any, size: int) -> Any:
     """Put an item into a cache that forgets its oldest entry when full; returns the item."""
     if len(cache) >= size:
         cache.pop(next(iter(cache)))
     cache[key] = item
     return item
+
+
+def _is_main_process() -> bool:
+    """Of several processes that learn the same, one writes."""
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def _fingerprint(model: nn.Module, model_map: ModelMap) -> str:

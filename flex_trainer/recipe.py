@@ -18,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from flex_trainer import recipes
 from flex_trainer.config import FlexConfig, nearest
 from flex_trainer.data.config import DataConfig
+from flex_trainer.errors import UserError
 from flex_trainer.recipe_yaml import RecipeError, apply_override, read_yaml, refuse_quoted_booleans
 
 
@@ -39,12 +40,12 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         if (self.name_or_path is None) == (self.architecture is None):
-            raise ValueError(
+            raise UserError(
                 "needs exactly one of name_or_path (load weights) and architecture (random weights); "
                 f"found name_or_path={self.name_or_path!r}, architecture={self.architecture!r}"
             )
         if self.architecture is not None and self.revision is not None:
-            raise ValueError(f"revision={self.revision!r} only applies to name_or_path")
+            raise UserError(f"revision={self.revision!r} only applies to name_or_path")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ParallelSection:
         for axis in ("fsdp", "ep", "pp"):
             value = getattr(self, axis)
             if value != 1:
-                raise ValueError(
+                raise UserError(
                     f"{axis}={value} is not available: recipes with FSDP, expert or pipeline parallelism are "
                     "not in this version yet; set it to 1 (data parallelism comes from the accelerate section)"
                 )
@@ -150,7 +151,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         refuse_quoted_booleans(content)
         return _checked(path, content)
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(f"{path.name}: {error}") from error
 
 
@@ -160,23 +161,23 @@ def _checked(path: Path, content: dict[str, Any]) -> Recipe:
         # Going through JSON lets the strict reader take a YAML list for a tuple while it still refuses "4" for 4.
         sections = TypeAdapter(_Sections).validate_json(json.dumps(content, default=str), strict=True)
     except ValidationError as error:
-        raise ValueError(_describe(error)) from error
+        raise UserError(_describe(error)) from error
     flex = dict(sections.flex)
     enforce_limit = flex.pop("enforce_limit", False)
     if not isinstance(enforce_limit, bool):
-        raise ValueError(f"flex.enforce_limit: {enforce_limit!r} must be true or false")
+        raise UserError(f"flex.enforce_limit: {enforce_limit!r} must be true or false")
     known = [*(entry.name for entry in fields(FlexConfig)), "enforce_limit"]
     for key in flex:
         if key not in known:
-            raise ValueError(f"flex.{key}: unknown key; {nearest(key, known)}")
+            raise UserError(f"flex.{key}: unknown key; {nearest(key, known)}")
     try:
         config = FlexConfig.from_mapping(flex)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"flex: {error}") from error
+    except (UserError, TypeError) as error:
+        raise UserError(f"flex: {error}") from error
     if enforce_limit and config.memory_limit == "auto":
-        raise ValueError("flex.enforce_limit: true needs a memory_limit other than 'auto'")
+        raise UserError("flex.enforce_limit: true needs a memory_limit other than 'auto'")
     if sections.report.to and "report_to" in sections.training:
-        raise ValueError("training.report_to: also set as report.to; keep one of them")
+        raise UserError("training.report_to: also set as report.to; keep one of them")
     return Recipe(
         path=path,
         model=sections.model,

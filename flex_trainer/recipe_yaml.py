@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 
+from flex_trainer.errors import UserError
 
-class RecipeError(ValueError):
+
+class RecipeError(UserError):
     """A user's mistake in a recipe or a launch configuration, said in one line."""
 
 
@@ -97,7 +99,7 @@ def refuse_quoted_booleans(content: Any, path: str = "") -> None:
         for index, value in enumerate(content):
             refuse_quoted_booleans(value, f"{path}[{index}]")
     elif isinstance(content, str) and content.strip().lower() in ("true", "false"):
-        raise ValueError(f"{path}: the text {content!r} is not a boolean; write {content.strip().lower()} unquoted")
+        raise UserError(f"{path}: the text {content!r} is not a boolean; write {content.strip().lower()} unquoted")
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -25,18 +25,21 @@ from torch import nn
 from flex_trainer.activations.clock import clock_for
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.scope import Scope
-from flex_trainer.compat import is_checkpointing, stop_checkpointing
 from flex_trainer.config import FlexConfig
+from flex_trainer.cost.profile import BatchShape
 from flex_trainer.meter import MemoryMeter, limit_bytes, meter_for
 from flex_trainer.micro_batch import MicroBatch
+from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
+from flex_trainer.models.sharding import refuse_sharded
 from flex_trainer.offloading import OffloadService
 from flex_trainer.process_memory import return_freed_memory
 from flex_trainer.provision import Provisioner
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.strategy import Site
+from flex_trainer.undo import replace_attribute
 from flex_trainer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ class FlexRuntime:
         self._model_name = ""
         self._pending: list[MicroBatch] = []
         self._running: MicroBatch | None = None
+        self._is_window_open = False
         self._num_micro_batches = 0
         self._has_warned = False
 
@@ -111,14 +115,17 @@ class FlexRuntime:
     def attach(self, model: nn.Module) -> None:
         """Manage the activations of `model` from its next forward on.
 
+        Nothing is changed when it raises.
+
         Raises:
-            ValueError: no decoder layers, a device that cannot be measured, a limit below what is in use already, an
-                offload directory that cannot be used.
+            ValueError: no decoder layers, sharded parameters, a device that cannot be measured, a limit below what is
+                in use already, an offload directory or a seed profile that cannot be used.
             RuntimeError: a model is attached already.
         """
         if self._model is not None:
             raise RuntimeError("this runtime manages a model already; call detach() first")
-        _turn_off_checkpointing(model)
+        # Step 1: everything that may be refused.
+        refuse_sharded(model)
         model_map = discover(model)
         self._device = self._device or next(model.parameters()).device
         self._meter = self._meter or meter_for(self._device)
@@ -132,60 +139,100 @@ class FlexRuntime:
         self._provisioner = Provisioner(
             self.config, limit, self._meter, self._offloading, model, model_map, earlier=self._provisioner
         )
+        # Step 2: the model.
+        try:
+            self._undo.append(self._stop_checkpointing(model))
+            self._undo.append(Instrumentation(model, model_map, self._on_routed).remove)
+            self._undo.append(self._wrap_forward(model))
+        except BaseException:
+            self._give_back()
+            raise
         self._model = model
         self._model_name = type(model).__name__
-        instrumentation = Instrumentation(model, model_map, self._on_routed)
-        self._undo = [instrumentation.remove, self._wrap_forward(model)]
 
     def detach(self) -> None:
-        """Give the model back as it was. Records stay; a seed profile is written."""
+        """Give the model back as it was. Records stay; then, on the main process, a seed profile is written.
+
+        Raises:
+            ValueError: the seed profile cannot be written; the model is given back all the same.
+        """
+        if self._model is None:
+            return
+        assert self._provisioner is not None
+        try:
+            self._finish()
+        finally:
+            self._give_back()
+            self._forget(self._pending)
+            self._end_window()
+            self._model = None
+        self._provisioner.save_profile()
+
+    def _give_back(self) -> None:
         while self._undo:
             self._undo.pop()()
-        if self._provisioner is not None and self._model is not None:
-            self._provisioner.save_profile()
-        self._pending.clear()
-        self._model = None
+
+    def _stop_checkpointing(self, model: nn.Module) -> Callable[[], None]:
+        if is_checkpointing(model):
+            warnings.warn(
+                "gradient checkpointing is on; FlexTrainer decides per operator what to recompute and turns it off "
+                "while it manages this model. Set gradient_checkpointing=False to silence this.",
+                stacklevel=3,
+            )
+        return stop_checkpointing(model)
 
     def _wrap_forward(self, model: nn.Module) -> Callable[[], None]:
-        had_own = "forward" in vars(model)
         original = model.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Evaluation, generation and scoring run without gradients; a nested call belongs to the outer one.
-            if not torch.is_grad_enabled() or current_scope() is not None or torch.compiler.is_compiling():
+            # Evaluation, generation and scoring run without gradients; a nested call belongs to the outer one. And
+            # after `detach` somebody who replaced this function may still call it.
+            is_managed = self._model is model and torch.is_grad_enabled() and current_scope() is None
+            if not is_managed or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             with self._micro_batch(args, kwargs):
                 return original(*args, **kwargs)
 
-        model.forward = forward
-
-        def undo() -> None:
-            if had_own:
-                model.forward = original
-            else:
-                del model.forward
-
-        return undo
+        return replace_attribute(model, "forward", forward)
 
     # One micro-batch
 
     @contextmanager
     def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        assert self._provisioner is not None and self._meter is not None and self._offloading is not None
+        self._finish()  # of a backward that was run outside of `backward()`
+        self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_abandoned])
+        if not self._pending or not self._is_window_open:
+            self._meter.start_window()
+            self._is_window_open = True
+        try:
+            micro_batch = self._running = self._begin(shape_of(args, kwargs))
+            assert micro_batch.scope is not None
+            with micro_batch.scope.open():
+                yield
+        except BaseException:
+            if self._running is not None:
+                self._running.scope = None
+            self._end_window()
+            raise
+        finally:
+            self._running = None
+            self._offloading.settle()
+        micro_batch.end_forward()
+        self._provisioner.commit(micro_batch)
+        self._pending.append(micro_batch)
+
+    def _begin(self, shape: BatchShape) -> MicroBatch:
         assert self._provisioner is not None and self._meter is not None and self._model is not None
         assert self._offloading is not None
-        self._finish()  # of a backward that was run outside of `backward()`
-        self._drop_abandoned()
-        shape = shape_of(args, kwargs)
-        if not self._pending:
-            self._meter.start_window()
         started = time.perf_counter()
         micro_batch = self._provisioner.begin(shape)
         micro_batch.number = self._num_micro_batches
         micro_batch.step = self.step
         micro_batch.started = started
         self._num_micro_batches += 1
-        scope = Scope(
+        micro_batch.scope = Scope(
             micro_batch,
             micro_batch.ledger,
             parameters=[*self._model.parameters(), *self._model.buffers()],
@@ -194,17 +241,7 @@ class FlexRuntime:
             on_memory=self._meter.sample,
             clock=clock_for(self._device),
         )
-        micro_batch.scope = scope
-        self._running = micro_batch
-        try:
-            with scope.open():
-                yield
-        finally:
-            self._running = None
-            self._offloading.settle()
-        micro_batch.end_forward()
-        self._provisioner.commit(micro_batch)
-        self._pending.append(micro_batch)
+        return micro_batch
 
     def _on_routed(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
         """After a router: the exact counts of this layer are known."""
@@ -219,22 +256,25 @@ class FlexRuntime:
             yield
         except BaseException:
             self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_backward_done])
+            self._end_window()
             raise
         self._finish()
 
     def _finish(self) -> None:
-        assert self._meter is not None and self._provisioner is not None
         done = [micro_batch for micro_batch in self._pending if micro_batch.is_backward_done]
         if not done:
             return
-        peak_bytes = self._meter.peak_bytes()
-        self._meter.end_window()
+        assert self._meter is not None and self._provisioner is not None
+        peak_bytes, is_exact = self._meter.peak_bytes(), self._meter.is_peak_exact()
         ended = time.perf_counter()
+        self._pending = [micro_batch for micro_batch in self._pending if not micro_batch.is_backward_done]
+        if not self._pending:
+            self._end_window()
         for micro_batch in done:
-            self._pending.remove(micro_batch)
             self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
-            self._provisioner.learn(micro_batch, peak_bytes)
+            self._provisioner.learn(micro_batch, peak_bytes, is_exact)
             self._warn_of_no_effect(micro_batch)
+            micro_batch.scope = None  # they refer to each other: only so both die at once
 
     def _warn_of_no_effect(self, micro_batch: MicroBatch) -> None:
         """Say once when a plan mitigates and frees nothing: the activations are where the engine cannot see them."""
@@ -249,22 +289,16 @@ class FlexRuntime:
             stacklevel=2,
         )
 
-    def _drop_abandoned(self) -> None:
-        """Forget forwards that nobody ran backward on and whose values are gone: nothing is learnt from them."""
-        self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_abandoned])
-
     def _forget(self, micro_batches: list[MicroBatch]) -> None:
+        """Drop micro-batches whose backward failed or will never come: nothing is learnt from them."""
         assert self._provisioner is not None
+        numbers = {micro_batch.number for micro_batch in micro_batches}
         for micro_batch in micro_batches:
-            self._pending.remove(micro_batch)
             self._provisioner.forget(micro_batch)
+            micro_batch.scope = None
+        self._pending = [micro_batch for micro_batch in self._pending if micro_batch.number not in numbers]
 
-
-def _turn_off_checkpointing(model: nn.Module) -> None:
-    if is_checkpointing(model):
-        warnings.warn(
-            "gradient checkpointing is on; FlexTrainer decides per operator what to recompute and turns it off for "
-            "this model. Set gradient_checkpointing=False to silence this.",
-            stacklevel=3,
-        )
-        stop_checkpointing(model)
+    def _end_window(self) -> None:
+        if self._is_window_open and self._meter is not None:
+            self._meter.end_window()
+        self._is_window_open = False

@@ -21,7 +21,7 @@ from flex_trainer.build import build_data, build_model, build_tokenizer, check_r
 from flex_trainer.config import FlexConfig
 from flex_trainer.data.collate import CausalCollator
 from flex_trainer.data.samples import TokenDataset
-from flex_trainer.errors import user_mistakes_as_one_line
+from flex_trainer.errors import UserError, user_mistakes_as_one_line
 from flex_trainer.launch import accelerate_settings
 from flex_trainer.meter import limit_bytes, meter_for
 from flex_trainer.process_memory import enforce_process_limit
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     with user_mistakes_as_one_line():
         if not arguments or arguments[0].startswith("-"):
-            raise ValueError("usage: python -m flex_trainer.train RECIPE [section.key=value ...]")
+            raise UserError("usage: python -m flex_trainer.train RECIPE [section.key=value ...]")
         run(load_recipe(arguments[0], arguments[1:]))
 
 
@@ -51,7 +51,9 @@ def run(recipe: Recipe) -> FlexTrainer:
     """
     console = Console()
     # Step 1: check all that can be checked before anything is loaded.
+    _take_one_gpu(recipe, console)
     check_recipe(recipe)
+    _refuse_sharding()
     _note_processes(recipe, console)
     args = training_arguments(recipe)
     _prepare_wandb(args, console)
@@ -90,6 +92,35 @@ def _make_trainer(
         processing_class=tokenizer,
         flex=flex,
     )
+
+
+def _take_one_gpu(recipe: Recipe, console: Console) -> None:
+    """Show a process that was started alone one GPU: Trainer would spread its batches over all (nn.DataParallel).
+
+    CUDA reads the variable when it is first used, which is after this; counting devices does not use it yet.
+    """
+    if "WORLD_SIZE" in os.environ or "CUDA_VISIBLE_DEVICES" in os.environ or recipe.training.get("use_cpu"):
+        return
+    num_gpus = torch.cuda.device_count()
+    if num_gpus > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        console.print(
+            f"One process uses one GPU: the first of {num_gpus}. For another, set CUDA_VISIBLE_DEVICES; for several, "
+            "start with accelerate launch.",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _refuse_sharding() -> None:
+    """Say before weights are loaded what `FlexRuntime.attach` would say after it."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        raise UserError(
+            "this process was launched for FSDP, and FlexTrainer cannot manage sharded models in this version; use an "
+            "accelerate configuration with distributed_type: MULTI_GPU and a model that fits one device, or "
+            "transformers' Trainer"
+        )
 
 
 def _note_processes(recipe: Recipe, console: Console) -> None:

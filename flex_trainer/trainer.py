@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 from flex_trainer.callbacks import FlexMemoryCallback, use_flex_progress
 from flex_trainer.config import FlexConfig
+from flex_trainer.errors import UserError
 from flex_trainer.plugin import FlexPlugin
 from flex_trainer.runtime import FlexRuntime
 
@@ -33,7 +34,7 @@ class FlexTrainerMixin:
 
     def __init__(self, *args: Any, flex: FlexConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _refuse_compile(self.args)
+        _refuse_arguments(self.args)
         self._plugin = FlexPlugin(flex)
         self._memory_callback = FlexMemoryCallback(self.flex)
         self.add_callback(self._memory_callback)
@@ -46,9 +47,15 @@ class FlexTrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().train(*args, **kwargs)
-        finally:
-            self._plugin.detach()
+            result = super().train(*args, **kwargs)
+        except BaseException as error:
+            try:
+                self._plugin.detach()
+            except Exception as also:  # must not hide why training ended
+                error.add_note(f"Besides, detaching failed: {also!r}")
+            raise
+        self._plugin.detach()
+        return result
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._plugin.is_attached:
@@ -70,10 +77,20 @@ class FlexTrainer(FlexTrainerMixin, Trainer):
     """
 
 
-def _refuse_compile(args: TrainingArguments) -> None:
-    """Say that flex wins over torch.compile: the engine cannot see into compiled regions."""
+def _refuse_arguments(args: TrainingArguments) -> None:
+    """Refuse what the engine cannot see into: compiled regions, and copies of the model made anew in each forward.
+
+    Raises:
+        ValueError: torch_compile, or several GPUs for this one process.
+    """
     if args.torch_compile:
-        raise ValueError(
+        raise UserError(
             "torch_compile=True does not go together with FlexTrainer: activations inside compiled regions cannot be "
             "managed per operator. Set torch_compile=False, or use transformers' Trainer for a compiled run."
+        )
+    if args.n_gpu > 1:
+        raise UserError(
+            f"this process sees {args.n_gpu} GPUs, and Trainer would copy the model to all of them in every step "
+            "(nn.DataParallel), which FlexTrainer cannot manage. Start one process per GPU with accelerate launch, or "
+            "show this process one GPU with CUDA_VISIBLE_DEVICES=0."
         )

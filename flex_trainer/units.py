@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from flex_trainer.errors import UserError
+
 _UNIT_BYTES = {
     "B": 1,
     "KB": 10**3,
@@ -26,7 +28,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write a number and a unit, for example '12GiB' or '800MB'")
+        raise UserError(f"{text!r} is not a size; write a number and a unit, for example '12GiB' or '800MB'")
     number, unit = match.groups()
     return int(float(number) * _UNIT_BYTES[unit.upper()])
 

@@ -7,23 +7,28 @@ import json
 import pytest
 
 from flex_trainer.config import FlexConfig
-from flex_trainer.errors import is_user_mistake, user_mistakes_as_one_line
+from flex_trainer.errors import UserError, user_mistakes_as_one_line
+from flex_trainer.provision import MemoryLimitError
+from flex_trainer.recipe_yaml import RecipeError
+from flex_trainer.units import parse_bytes
 
 
-def caught_from(action) -> BaseException:
-    with pytest.raises(BaseException) as caught:
-        action()
-    return caught.value
+def test_what_is_refused_on_purpose_is_a_value_error_of_its_own_class() -> None:
+    assert issubclass(UserError, ValueError)
+    assert issubclass(RecipeError, UserError) and issubclass(MemoryLimitError, UserError)
+    with pytest.raises(UserError, match="memory_limit=-1"):
+        FlexConfig(memory_limit=-1)
+    with pytest.raises(UserError, match="is not a size"):
+        parse_bytes("twelve")
 
 
-def test_our_value_errors_are_the_users_mistakes() -> None:
-    assert is_user_mistake(caught_from(lambda: FlexConfig(memory_limit=-1)))
-
-
-def test_a_librarys_are_not() -> None:
-    assert not is_user_mistake(caught_from(lambda: json.loads("{")))
-    assert not is_user_mistake(caught_from(lambda: [].index(1)))
-    assert not is_user_mistake(KeyError("x"))
+@pytest.mark.parametrize("error", [ValueError("list.index(x): x not in list"), OSError(5, "broken"), KeyError("x")])
+def test_a_defect_keeps_its_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one of our own: what counts is that somebody meant to say it, not which file it came from."""
+    with pytest.raises(type(error)) as caught, user_mistakes_as_one_line():
+        raise error
+    assert caught.value is error
+    assert capsys.readouterr().err == ""
 
 
 def test_one_line_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

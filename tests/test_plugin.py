@@ -80,6 +80,33 @@ def test_detach_restores_model_and_accelerator() -> None:
     plugin.detach()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_plugins_on_one_accelerator_detach_in_any_order(order: tuple[int, int]) -> None:
+    engine = accelerator()
+    models = engine.prepare(tiny_model("llama"), tiny_model("llama"))
+    plugins = [FlexPlugin(FlexConfig(10**9)) for _ in models]
+    for plugin, model in zip(plugins, models, strict=True):
+        with_fake_meter(plugin.runtime)
+        plugin.attach(engine, model)
+
+    def step(model: PreTrainedModel) -> None:
+        engine.backward(model(**tiny_batch(model, 2, 16)).loss)
+
+    for model in models:
+        step(model)
+    assert [len(plugin.runtime.records) for plugin in plugins] == [1, 1]
+    first, last = order
+    plugins[first].detach()
+    assert "backward" in vars(engine)
+    for model in models:
+        step(model)
+    assert len(plugins[first].runtime.records) == 1 and len(plugins[last].runtime.records) == 2
+    plugins[last].detach()
+    assert "backward" not in vars(engine)
+    assert all("forward" not in vars(module) for model in models for module in model.modules())
+    step(models[0])
+
+
 def test_no_model_or_several_models_must_be_named() -> None:
     engine = accelerator()
     plugin = FlexPlugin(FlexConfig(10**9))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flex_trainer.config import FlexConfig
+from flex_trainer.correction import Correction
 from flex_trainer.planner.plan import Plan
-from flex_trainer.provision import Correction, MemoryLimitError, Provisioner
+from flex_trainer.provision import MemoryLimitError, Provisioner
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
@@ -123,9 +125,34 @@ def test_too_low_for_a_longer_batch_names_it(session: Any) -> None:
 
 def test_watching_alone_never_refuses_what_has_run(session: Any) -> None:
     run = session(FlexConfig(BASE_BYTES + 1_000_000, strategies=()))
-    record = run.step(64)
-    assert record.is_profile and record.actual_bytes == record.demand_bytes
-    assert record.is_over_limit
+    records = [run.step(64) for _ in range(3)]
+    assert [record.is_profile for record in records] == [True, False, False]
+    for record in records:
+        assert record.is_over_limit and record.actual_bytes == record.demand_bytes
+
+
+def test_watching_alone_never_refuses_to_start(session: Any) -> None:
+    run = session(FlexConfig(BASE_BYTES // 2, strategies=()))
+    assert all(run.step(64).is_over_limit for _ in range(2))
+
+
+def test_too_low_for_everything_is_said_at_the_second_micro_batch(session: Any) -> None:
+    """The first one, of unknown sizes, has survived: its backward is not made to fail."""
+    run = session(FlexConfig(BASE_BYTES + 100_000, ("recompute",)))
+    assert run.step(64).is_over_limit
+    with pytest.raises(
+        MemoryLimitError, match=r"memory_limit=1100000 .* is too low for a micro-batch of 2 x 64 tokens"
+    ):
+        run.step(64)
+    assert len(run.runtime.records) == 1 and run.runtime._pending == []
+
+
+@pytest.mark.parametrize("below", ["missing", "file"])
+def test_a_seed_profile_that_could_not_be_written_is_refused_at_once(session: Any, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / below / "profile.json"
+    with pytest.raises(ValueError, match=rf"seed_profile='.*profile.json' cannot be written: the directory .*{below}'"):
+        session(FlexConfig(BASE_BYTES + 10_000_000, seed_profile=str(path)))
 
 
 def test_offload_that_failed_is_planned_no_more(session: Any) -> None:
@@ -147,7 +174,8 @@ def test_correction_learns_how_large_transients_are() -> None:
     first = correction.factor
     assert first > 1  # careful before anything is known
     modelled = 1000
-    correction.observe(plan(10_000 + int(first * modelled), int(first * modelled)), 10_000 + 2 * modelled)
+    on_top = int(first * modelled)
+    correction.observe(plan(10_000 + on_top, on_top), 10_000 + 2 * modelled, is_exact=True)
     assert correction.factor == pytest.approx(2.0, abs=0.03)
     assert correction.factor >= 2.0 - 1e-9
 
@@ -157,7 +185,7 @@ def test_correction_keeps_the_worst_of_large_peaks_and_forgets() -> None:
 
     def observe(held: int, ratio: float) -> None:
         on_top = int(1000 * correction.factor)
-        correction.observe(plan(held + on_top, on_top), held + int(1000 * ratio))
+        correction.observe(plan(held + on_top, on_top), held + int(1000 * ratio), is_exact=True)
 
     observe(100_000, 3.0)
     observe(100_000, 1.0)
@@ -171,10 +199,24 @@ def test_correction_keeps_the_worst_of_large_peaks_and_forgets() -> None:
 
 def test_correction_is_bounded_and_survives_plans_without_transients() -> None:
     correction = Correction()
-    correction.observe(plan(1000, 0), 5000)
+    correction.observe(plan(1000, 0), 5000, is_exact=True)
     assert correction.factor == Correction._FIRST_GUESS
-    correction.observe(plan(2000, 1000), 10**9)
+    correction.observe(plan(2000, 1000), 10**9, is_exact=True)
     assert correction.factor <= Correction._HIGHEST
     low = Correction()
-    low.observe(plan(2000, 1000), 0)
+    low.observe(plan(2000, 1000), 0, is_exact=True)
     assert low.factor >= Correction._LOWEST
+
+
+def test_a_peak_that_is_only_a_lower_bound_never_lowers_the_factor() -> None:
+    def planned(factor: float) -> Plan:
+        on_top_bytes = int(1000 * factor)
+        return Plan(peak_bytes=10_000 + on_top_bytes, on_top_bytes=on_top_bytes)
+
+    correction = Correction()
+    first = correction.factor
+    for _ in range(100):
+        correction.observe(planned(correction.factor), 10_000, is_exact=False)
+    assert correction.factor == first
+    correction.observe(planned(correction.factor), 10_000 + 3000, is_exact=False)
+    assert correction.factor == 3.0

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flex_trainer.activations.context import current_scope
 from flex_trainer.config import FlexConfig
 from flex_trainer.process_memory import enforce_process_limit, process_memory, reset_peak_rss, return_freed_memory
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.processes import run_in_subprocess
-from flex_trainer.testing.tiny import tiny_batch, tiny_model
-from tests.fake_meter import BASE_BYTES, with_fake_meter
-
-LIMIT_BYTES = BASE_BYTES + 1_450_000
+from flex_trainer.testing.tiny import tiny_model
+from tests.fake_meter import BASE_BYTES
+from tests.runtime_steps import (
+    LIMIT_BYTES,
+    assert_equal,
+    attached,
+    detach_all,
+    gradients,
+    loss_of,
+    plain_gradients,
+    step,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,51 +44,10 @@ def model() -> PreTrainedModel:
     return tiny_model("mixtral")
 
 
-_attached: list[FlexRuntime] = []
-
-
 @pytest.fixture(autouse=True)
-def detach_all() -> Iterator[None]:
+def detached() -> Iterator[None]:
     yield
-    while _attached:
-        _attached.pop().detach()
-
-
-def attached(model: PreTrainedModel, config: FlexConfig | None = None) -> FlexRuntime:
-    runtime = FlexRuntime(config or FlexConfig(LIMIT_BYTES))
-    with_fake_meter(runtime)
-    _attached.append(runtime)
-    runtime.attach(model)
-    return runtime
-
-
-def loss_of(model: PreTrainedModel, seed: int = 0, length: int = 64) -> torch.Tensor:
-    return model(**tiny_batch(model, 2, length, seed=seed)).loss
-
-
-def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, gradient in ours.items():
-        assert torch.equal(gradient, theirs[name]), name
-
-
-def plain_gradients(*seeds: int) -> dict[str, torch.Tensor]:
-    reference = tiny_model("mixtral")
-    sum(loss_of(reference, seed) for seed in seeds).backward()  # type: ignore[union-attr]
-    return gradients(reference)
-
-
-def step(runtime: FlexRuntime, model: PreTrainedModel, seed: int = 0) -> dict[str, torch.Tensor]:
-    loss = loss_of(model, seed)
-    with runtime.backward():
-        loss.backward()
-    return gradients(model)
+    detach_all()
 
 
 def test_profiles_first_and_plans_then(model: PreTrainedModel) -> None:
@@ -262,67 +227,52 @@ def test_more_held_than_predicted_makes_it_plan_again_once(model: PreTrainedMode
     assert runtime.records[1].num_replans == 1
 
 
-def test_detach_gives_the_model_back(model: PreTrainedModel) -> None:
+def test_a_finished_micro_batch_dies_at_once(model: PreTrainedModel) -> None:
+    runtime = attached(model, FlexConfig(BASE_BYTES + 9_000_000))
+    gc.collect()
+    gc.disable()
+    try:
+        dead = []
+        for seed in range(2):  # learnt
+            loss = loss_of(model, seed)
+            dead.append(weakref.ref(runtime._pending[0]))
+            with runtime.backward():
+                loss.backward()
+            del loss
+        loss_of(model, 2)  # forgotten when the next one starts
+        dead.append(weakref.ref(runtime._pending[0]))
+        step(runtime, model, 3)
+        assert [reference() for reference in dead] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_the_window_ends_with_every_exception(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = attached(model)
+    events: list[str] = []
+    monkeypatch.setattr(runtime._meter, "end_window", lambda: events.append("end"))
     step(runtime, model)
-    assert "get_interface" in vars(ALL_ATTENTION_FUNCTIONS)
-    runtime.detach()
-    assert not runtime.is_attached and len(runtime.records) == 1
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
-    assert "get_interface" not in vars(ALL_EXPERTS_FUNCTIONS)
-    loss_of(model, 1).backward()
-    assert_equal(gradients(model), plain_gradients(1))
-    assert len(runtime.records) == 1
-    runtime.detach()  # twice does no harm
-    runtime.attach(model)
-    assert_equal(step(runtime, model, 2), plain_gradients(2))
-    assert not runtime.records[1].is_profile  # what was learnt stays
-    runtime.detach()
+    assert events == ["end"] and not runtime._is_window_open
 
+    def refuse(*_: Any) -> None:
+        raise ArithmeticError("cursed")
 
-def test_one_model_at_a_time(model: PreTrainedModel) -> None:
-    runtime = attached(model)
-    with pytest.raises(RuntimeError, match=r"manages a model already; call detach\(\) first"):
-        runtime.attach(model)
-    runtime.detach()
-
-
-def test_before_attach_there_is_nothing_to_tell() -> None:
-    runtime = FlexRuntime()
-    assert runtime.limit_bytes == 0 and runtime.memory_now() == {} and not runtime.is_attached
-
-
-def test_failed_attach_leaves_the_model_alone(model: PreTrainedModel) -> None:
-    runtime = FlexRuntime(FlexConfig(BASE_BYTES // 2))
-    with_fake_meter(runtime)
-    with pytest.raises(ValueError, match=r"memory_limit=500000 .* is below"):
-        runtime.attach(model)
-    assert not runtime.is_attached
-    assert all("forward" not in vars(module) for module in model.modules())
-
-
-def test_report(model: PreTrainedModel, tmp_path: Path) -> None:
-    runtime = attached(model)
-    step(runtime, model)
-    runtime.detach()
-    page = runtime.report(tmp_path / "report.html").read_text()
-    assert "MixtralForCausalLM" in page and "recompute, offload" in page
-
-
-def test_seed_profile_spares_the_profiling_micro_batch(model: PreTrainedModel, tmp_path: Path) -> None:
-    config = FlexConfig(BASE_BYTES + 2_000_000, seed_profile=str(tmp_path / "profile.json"))
-    runtime = attached(model, config)
-    step(runtime, model)
-    runtime.detach()
-    assert (tmp_path / "profile.json").exists()
-    again = attached(tiny_model("mixtral"), config)
-    assert again._model is not None
-    assert_equal(step(again, again._model, 1), plain_gradients(1))  # type: ignore[arg-type]
-    assert not again.records[0].is_profile
-    again.detach()
-    with pytest.raises(ValueError, match=r"seed_profile=.* belongs to another model"):
-        attached(tiny_model("qwen3_moe"), config)
+    handle = model.model.norm.register_forward_pre_hook(refuse)
+    with pytest.raises(ArithmeticError):
+        loss_of(model)
+    handle.remove()
+    assert events == ["end"] * 2
+    loss = loss_of(model)
+    with pytest.raises(ArithmeticError), runtime.backward():
+        refuse()
+    assert events == ["end"] * 3
+    with runtime.backward():  # the same loss, once more: its micro-batch is still known
+        loss.backward()
+    assert len(runtime.records) == 2 and runtime._pending == []
+    monkeypatch.setattr(runtime._provisioner, "begin", refuse)
+    with pytest.raises(ArithmeticError):
+        loss_of(model)
+    assert events == ["end"] * 4 and not runtime._is_window_open
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama", "qwen3_5_moe"])

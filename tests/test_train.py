@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.recipe import load_recipe
-from flex_trainer.train import main, run
+from flex_trainer.train import _take_one_gpu, main, run
 
 TINY = """
 model:
@@ -72,6 +73,43 @@ def test_a_launch_for_more_processes_is_noted(tiny: str, capsys: pytest.CaptureF
     run(load_recipe(tiny, ["accelerate=cpu_2proc"]))
     output = " ".join(capsys.readouterr().out.split())
     assert "is for 2 processes; this run has 1" in output
+
+
+@pytest.mark.parametrize(
+    ("variables", "use_cpu", "is_narrowed"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"WORLD_SIZE": "2"}, False, False),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, False, False),
+    ],
+)
+def test_one_process_takes_one_gpu(
+    tiny: str,
+    variables: dict[str, str],
+    use_cpu: bool,
+    is_narrowed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # set and deleted, so that what is set here is undone
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    recipe = load_recipe(tiny, [f"training.use_cpu={str(use_cpu).lower()}"])
+    _take_one_gpu(recipe, Console())
+    output = capsys.readouterr().out
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("0" if is_narrowed else variables.get("CUDA_VISIBLE_DEVICES"))
+    assert output.count("\n") == is_narrowed
+    assert ("the first of 4" in output) is is_narrowed
+
+
+def test_fsdp_is_refused_before_weights_are_loaded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr("flex_trainer.train.build_model", None)
+    with pytest.raises(ValueError, match=r"launched for FSDP.*MULTI_GPU"):
+        run(load_recipe(tiny))
 
 
 @pytest.mark.parametrize(

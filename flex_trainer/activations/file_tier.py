@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from flex_trainer.errors import UserError
 from flex_trainer.units import format_bytes
 
 _ALIGNMENT_BYTES = 4096
@@ -48,7 +49,7 @@ class FileTier:
         try:
             self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - open as long as the tier
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"offload_to={str(self._directory)!r} cannot be used ({error.strerror}); give a directory that exists "
                 "and that this user may write to, or 'host'"
             ) from error

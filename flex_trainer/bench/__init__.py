@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 from flex_trainer.config import nearest
+from flex_trainer.errors import UserError
 
 BENCHMARKS = ("step",)
 
@@ -25,7 +26,7 @@ def run(name: str, quick: bool = False) -> dict[str, Any]:
         ValueError: an unknown name.
     """
     if name not in BENCHMARKS:
-        raise ValueError(f"there is no benchmark {name!r}; {nearest(name, BENCHMARKS)}")
+        raise UserError(f"there is no benchmark {name!r}; {nearest(name, BENCHMARKS)}")
     from flex_trainer.bench import step
 
     figures, bounds, meets = step.measure(quick)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flex_trainer.errors import UserError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -23,7 +25,7 @@ def bench(
         # Found out now rather than after the measurement.
         directory = json_file.absolute().parent
         if not directory.is_dir() or not os.access(directory, os.W_OK):
-            raise ValueError(f"--json {str(json_file)!r}: the directory {str(directory)!r} must exist and be writable")
+            raise UserError(f"--json {str(json_file)!r}: the directory {str(directory)!r} must exist and be writable")
 
     from rich.console import Console
 

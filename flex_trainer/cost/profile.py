@@ -11,6 +11,7 @@ from typing import Any
 from flex_trainer.activations.trace import Trace
 from flex_trainer.cost.graph import ActivationGraph, cut_into_segments
 from flex_trainer.cost.scaling import Scaling
+from flex_trainer.errors import UserError
 from flex_trainer.files import write_whole
 from flex_trainer.strategy import Site
 
@@ -204,12 +205,12 @@ class Profile:
             for d in data["structures"] if is_ours else ():
                 profile._structures.setdefault(d["key"], []).append(_structure_from(d))
         except (OSError, KeyError, TypeError, IndexError, ValueError) as error:  # also broken text and broken JSON
-            raise ValueError(
+            raise UserError(
                 f"seed_profile={str(path)!r} is not a FlexTrainer profile ({type(error).__name__}: {error}); delete "
                 "it, or give another path"
             ) from error
         if not is_ours:
-            raise ValueError(
+            raise UserError(
                 f"seed_profile={str(path)!r} belongs to another model or version ({of_model!r}, this run is "
                 f"{fingerprint!r}); give another path, or delete the file to have it measured again"
             )

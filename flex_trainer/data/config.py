@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flex_trainer.errors import UserError
+
 STDLIB = "stdlib"
 STDLIB_DOMAINS = ("code", "prose", "data")
 LENGTHS = ("fixed", "uniform", "skewed")
@@ -27,7 +29,7 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if self.block < 1:
-            raise ValueError(f"block={self.block} must be at least 1 micro-batch")
+            raise UserError(f"block={self.block} must be at least 1 micro-batch")
 
 
 @dataclass(frozen=True)
@@ -76,20 +78,20 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if (self.name is None) == (not self.files):
-            raise ValueError(
+            raise UserError(
                 "needs exactly one source: name ('stdlib' or a dataset's name) or files; "
                 f"found name={self.name!r}, files={list(self.files)}"
             )
         if self.sequence_length < 8:
-            raise ValueError(f"sequence_length={self.sequence_length} must be at least 8 tokens")
+            raise UserError(f"sequence_length={self.sequence_length} must be at least 8 tokens")
         if self.num_samples is not None and self.num_samples < 1:
-            raise ValueError(f"num_samples={self.num_samples} must be at least 1")
+            raise UserError(f"num_samples={self.num_samples} must be at least 1")
         if self.num_eval_samples < 0:
-            raise ValueError(f"num_eval_samples={self.num_eval_samples} must not be negative")
+            raise UserError(f"num_eval_samples={self.num_eval_samples} must not be negative")
         if self.name != STDLIB and self.domains != STDLIB_DOMAINS:
-            raise ValueError(f"domains={list(self.domains)} only apply to name: stdlib, not to {self.name or 'files'}")
+            raise UserError(f"domains={list(self.domains)} only apply to name: stdlib, not to {self.name or 'files'}")
         if not self.domains:
-            raise ValueError("domains is empty; name at least one of code, prose, data")
+            raise UserError("domains is empty; name at least one of code, prose, data")
         for domain in self.domains:
             if domain not in STDLIB_DOMAINS:
-                raise ValueError(f"unknown domain {domain!r} in domains; known: {', '.join(STDLIB_DOMAINS)}")
+                raise UserError(f"unknown domain {domain!r} in domains; known: {', '.join(STDLIB_DOMAINS)}")

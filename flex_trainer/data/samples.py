@@ -19,6 +19,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from flex_trainer.data.config import DataConfig
+from flex_trainer.errors import UserError
 
 _NUM_CLASSES = 8  # skewed lengths are multiples of an eighth of the sequence length
 _SKEW = {1: 40, 2: 24, 3: 14, 4: 9, 6: 8, 8: 5}  # multiple: weight; one micro-batch in twenty has the full length
@@ -124,7 +125,7 @@ def make_samples(
         domains.append(domain)
     if not samples:
         source = config.name or ", ".join(config.files)
-        raise ValueError(
+        raise UserError(
             f"data from {source!r} yields nothing to train on: it holds no text of {_FEWEST_TOKENS} tokens or more; "
             "name another file, dataset, split or text_column"
         )

@@ -9,6 +9,7 @@ from typing import Any
 from flex_trainer.config import nearest
 from flex_trainer.data.config import FILE_SUFFIXES, STDLIB, DataConfig
 from flex_trainer.data.stdlib import stdlib_documents
+from flex_trainer.errors import UserError
 
 _PLAIN_TEXT = (".txt", ".md")
 
@@ -30,9 +31,9 @@ def open_documents(config: DataConfig) -> dict[str, Iterator[str]]:
 def _checked_file(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ValueError(f"data file {name!r} does not exist; paths are relative to the current directory")
+        raise UserError(f"data file {name!r} does not exist; paths are relative to the current directory")
     if path.suffix not in FILE_SUFFIXES:
-        raise ValueError(f"data file {name!r} is of an unknown kind; known endings: {', '.join(FILE_SUFFIXES)}")
+        raise UserError(f"data file {name!r} is of an unknown kind; known endings: {', '.join(FILE_SUFFIXES)}")
     return path
 
 
@@ -42,7 +43,7 @@ def _file_documents(paths: list[Path], text_column: str) -> Iterator[str]:
             try:
                 text = path.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise ValueError(f"data file {str(path)!r} is not text in UTF-8: {error.reason}") from error
+                raise UserError(f"data file {str(path)!r} is not text in UTF-8: {error.reason}") from error
             yield text
             continue
         import datasets
@@ -53,7 +54,7 @@ def _file_documents(paths: list[Path], text_column: str) -> Iterator[str]:
         except Exception as error:  # the library raises many kinds here: bad JSON, bad Parquet, no schema, empty file
             if path.stat().st_size == 0:
                 continue
-            raise ValueError(f"data file {str(path)!r} cannot be read as {builder}: {_first_line(error)}") from error
+            raise UserError(f"data file {str(path)!r} cannot be read as {builder}: {_first_line(error)}") from error
         yield from _column(table, text_column, str(path))
 
 
@@ -63,7 +64,7 @@ def _load_named(config: DataConfig) -> Any:
     try:
         return datasets.load_dataset(config.name or "", config.config, split=config.split)
     except Exception as error:  # not found, no network, wrong split, wrong configuration: all are for the user to mend
-        raise ValueError(
+        raise UserError(
             f"dataset {config.name!r} (config {config.config!r}, split {config.split!r}) cannot be loaded: "
             f"{_first_line(error)}"
         ) from error
@@ -71,11 +72,11 @@ def _load_named(config: DataConfig) -> Any:
 
 def _column(table: Any, column: str, source: str) -> Iterator[str]:
     if column not in table.column_names:
-        raise ValueError(f"{source!r} has no column {column!r} (text_column); {nearest(column, table.column_names)}")
+        raise UserError(f"{source!r} has no column {column!r} (text_column); {nearest(column, table.column_names)}")
     for row in table:
         text = row[column]
         if not isinstance(text, str):
-            raise ValueError(f"column {column!r} of {source!r} holds {type(text).__name__}, but text is needed")
+            raise UserError(f"column {column!r} of {source!r} holds {type(text).__name__}, but text is needed")
         yield text
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from flex_trainer.compat import DecoderLayer
+from flex_trainer.errors import UserError
 from flex_trainer.strategy import Site
 
 _ATTENTION_NAME = re.compile(r"attn|attention|mixer|mamba|conv|delta|linear_att", re.IGNORECASE)
@@ -35,7 +36,6 @@ class ModelMap:
     operators: tuple[Operator, ...]
     layers: tuple[Operator, ...]
     experts: tuple[Operator, ...]
-    num_moe_layers: int
 
 
 def discover(model: nn.Module) -> ModelMap:
@@ -47,7 +47,7 @@ def discover(model: nn.Module) -> ModelMap:
     names = {module: name for name, module in model.named_modules()}
     layers = [module for module in names if isinstance(module, DecoderLayer)] or _no_split_layers(model)
     if not layers:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} has no decoder layers: none of its modules is a transformers"
             " GradientCheckpointingLayer and none is named in _no_split_modules. FlexTrainer manages the activations of"
             " such layers; use transformers' Trainer for this model."
@@ -58,12 +58,10 @@ def discover(model: nn.Module) -> ModelMap:
         walk.layer(layer, index)
     walk.outside(model)
     operators = tuple(walk.found)
-    found_experts = tuple(operator for operator in operators if operator.site.kind == "experts")
     return ModelMap(
         operators=operators,
         layers=tuple(operator for operator in operators if operator.site.kind == "layer"),
-        experts=found_experts,
-        num_moe_layers=len({operator.site.layer for operator in found_experts}),
+        experts=tuple(operator for operator in operators if operator.site.kind == "experts"),
     )
 
 

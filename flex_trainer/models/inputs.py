@@ -27,10 +27,12 @@ def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchShape:
     mask = tensors.get("attention_mask")
     if mask is not None and mask.dim() == 2:
         facts.append(f"padding={not bool(mask.all())}")
-    for name, tensor in tensors.items():
-        # Other inputs with sizes of their own (images, frames) make batches of their own kind.
+    # Other inputs with sizes of their own (images, frames) make batches of their own kind; those that grow with the
+    # batch (positions shared by all rows, masks of length x length) do not, so these sizes are named, not numbered.
+    names = {sequence_length: "S", batch_size: "B"}
+    for name, tensor in sorted(tensors.items()):
         if tensor.dim() >= 2 and tensor is not main and tensor.shape[:2] != (batch_size, sequence_length):
-            facts.append(f"{name}={tuple(tensor.shape)}")
+            facts.append(f"{name}=({','.join(names.get(size, str(size)) for size in tensor.shape)})")
     flags = {name: value for name, value in kwargs.items() if isinstance(value, (bool, str))}
     facts += [f"{name}={value}" for name, value in sorted(flags.items())]
     device = main.device.type if main is not None else "cpu"

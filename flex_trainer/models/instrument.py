@@ -24,6 +24,7 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.models.discovery import ModelMap, Operator
 from flex_trainer.models.experts import ExpertSites, split_experts_forward
 from flex_trainer.strategy import Site
+from flex_trainer.undo import replace_attribute
 
 OnRouted = Callable[[Site, torch.Tensor, int], None]
 """Called before a layer's experts run: their site, the top-k indices (N, K), the number of experts."""
@@ -34,7 +35,18 @@ class Instrumentation:
 
     def __init__(self, model: nn.Module, model_map: ModelMap, on_routed: OnRouted) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._experts = {operator.module: operator.site for operator in model_map.experts}
+        try:
+            self._install(model, model_map, on_routed)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Give the model and the registries back as they were."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _install(self, model: nn.Module, model_map: ModelMap, on_routed: OnRouted) -> None:
         for operator in model_map.operators:
             if operator.site.kind == "experts":
                 self._replace_forward(operator.module, self._experts_forward(operator, on_routed))
@@ -45,31 +57,17 @@ class Instrumentation:
             for operator in model_map.operators
             if operator.site.kind == "attention"
         }
-        expert_sites = {module: ExpertSites.of(site) for module, site in self._experts.items()}
+        expert_sites = {operator.module: ExpertSites.of(operator.site) for operator in model_map.experts}
         self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
         self._wrap_loss(model)
 
-    def remove(self) -> None:
-        """Give the model and the registries back as they were."""
-        while self._undo:
-            self._undo.pop()()
-
     def _replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        had_own = "forward" in vars(module)
         original = module.forward
-        module.forward = functools.wraps(original)(make(original))
-
-        def undo() -> None:
-            if had_own:
-                module.forward = original
-            else:
-                del module.forward
-
-        self._undo.append(undo)
+        self._undo.append(replace_attribute(module, "forward", functools.wraps(original)(make(original))))
 
     def _experts_forward(self, operator: Operator, on_routed: OnRouted) -> Callable[..., Callable[..., Any]]:
         site, module = operator.site, operator.module
-        module_site = _ModuleSite(operator)
+        module_site, sites = _ModuleSite(operator), ExpertSites.of(site)
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +77,9 @@ class Instrumentation:
                 top_k_index = _top_k_index(args, kwargs)
                 if top_k_index is not None:
                     on_routed(site, top_k_index, int(getattr(module, "num_experts", 0) or 0))
-                return module_site.run(scope, original, args, kwargs)
+                # Backward may come after `remove`, and a replay has to take the very steps of this run.
+                function = functools.partial(_REGISTRIES.run_split, module, sites, original)
+                return module_site.run(scope, function, args, kwargs)
 
             return forward
 
@@ -91,7 +91,6 @@ class Instrumentation:
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if owner is None:
             return
-        had_own = "_loss_function" in vars(owner)
         original = owner.loss_function
         site = Site("loss", "loss", -1)
 
@@ -99,15 +98,8 @@ class Instrumentation:
             scope = current_scope()
             return original(*args, **kwargs) if scope is None else scope.run(site, original, *args, **kwargs)
 
-        owner.loss_function = loss_function
-
-        def undo() -> None:
-            if had_own:
-                owner._loss_function = original
-            else:
-                del owner._loss_function
-
-        self._undo.append(undo)
+        # The property loss_function reads this attribute before it looks up the configured loss.
+        self._undo.append(replace_attribute(owner, "_loss_function", loss_function))
 
 
 class _ModuleSite:
@@ -173,14 +165,19 @@ class _Registries:
         self._attention: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
         self._experts: weakref.WeakKeyDictionary[nn.Module, ExpertSites] = weakref.WeakKeyDictionary()
         self._num_models = 0
+        self._undo: list[Callable[[], None]] = []
 
     def add(self, attention: dict[nn.Module, Site], experts: dict[nn.Module, ExpertSites]) -> Callable[[], None]:
         self._attention.update(attention)
         self._experts.update(experts)
         self._num_models += 1
         if self._num_models == 1:
-            ALL_ATTENTION_FUNCTIONS.get_interface = self._get_attention
-            ALL_EXPERTS_FUNCTIONS.get_interface = self._get_experts
+            for registry, wrapped in (
+                (ALL_ATTENTION_FUNCTIONS, self._get_attention),
+                (ALL_EXPERTS_FUNCTIONS, self._get_experts),
+            ):
+                lookup = functools.partial(wrapped, registry.get_interface)
+                self._undo.append(replace_attribute(registry, "get_interface", lookup))
 
         def remove() -> None:
             for module in attention:
@@ -188,14 +185,27 @@ class _Registries:
             for module in experts:
                 self._experts.pop(module, None)
             self._num_models -= 1
-            if self._num_models == 0:
-                del ALL_ATTENTION_FUNCTIONS.get_interface
-                del ALL_EXPERTS_FUNCTIONS.get_interface
+            while self._undo and self._num_models == 0:
+                self._undo.pop()()
 
         return remove
 
-    def _get_attention(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        function = type(ALL_ATTENTION_FUNCTIONS).get_interface(ALL_ATTENTION_FUNCTIONS, attn_implementation, default)
+    def run_split(
+        self, module: nn.Module, sites: ExpertSites, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the experts' own forward with its product cut into operators, also when the model is attached no more."""
+        if module in self._experts:
+            return function(*args, **kwargs)
+        remove = self.add({}, {module: sites})
+        try:
+            return function(*args, **kwargs)
+        finally:
+            remove()
+
+    def _get_attention(
+        self, lookup: Callable[..., Callable[..., Any]], attn_implementation: str, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        function = lookup(attn_implementation, default)
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             scope, site = current_scope(), self._attention.get(module)
@@ -205,8 +215,10 @@ class _Registries:
 
         return attention
 
-    def _get_experts(self, experts_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        function = type(ALL_EXPERTS_FUNCTIONS).get_interface(ALL_EXPERTS_FUNCTIONS, experts_implementation, default)
+    def _get_experts(
+        self, lookup: Callable[..., Callable[..., Any]], experts_implementation: str, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        function = lookup(experts_implementation, default)
         if experts_implementation != "grouped_mm":
             return function
 

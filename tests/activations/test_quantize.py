@@ -59,13 +59,14 @@ def test_rows_do_not_touch_each_other(dtype: torch.dtype):
 
 
 def test_what_is_taken():
-    assert all(QuantizedValue.takes(torch.ones(3, 5, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float16))
+    assert all(QuantizedValue.takes(torch.ones(3, 50, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float16))
     others = (torch.int64, torch.bool, torch.float64, torch.complex64, torch.uint8)
-    assert not any(QuantizedValue.takes(torch.ones(3, 5, dtype=dtype)) for dtype in others)
+    assert not any(QuantizedValue.takes(torch.ones(3, 50, dtype=dtype)) for dtype in others)
     whole = torch.ones(4, 6)
-    assert (
-        QuantizedValue.takes(whole.t()) and not QuantizedValue.takes(whole[1:]) and not QuantizedValue.takes(whole[:2])
-    )
+    # A part stands for its whole storage, as the halves of a gate-and-up product do.
+    assert all(QuantizedValue.takes(part) for part in (whole.t(), whole[1:], whole[:, :3]))
+    # Rows so short that codes and scales would take as much as the values.
+    assert not QuantizedValue.takes(torch.ones(64, 2, dtype=torch.bfloat16))
     assert not QuantizedValue.takes(torch.tensor(1.0)) and not QuantizedValue.takes(torch.ones(0, 6))
     for value in (math.inf, -math.inf, math.nan):
         whole = torch.ones(4, 6)

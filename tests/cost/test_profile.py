@@ -31,11 +31,11 @@ def trace(b: int, s: int, seconds: float = 0.25, num_chunks: int = 1) -> Trace:
         CallTrace(UP, 3, [3], seconds / 7, 4 * 2 * b * s * 16),
     ]
     values = [
-        ValueTrace(-1, 4 * b * s * 8, 4, False, [1]),
-        ValueTrace(1, 4 * b * s * 8, 4, True, [2]),
-        ValueTrace(2, 4 * b * s * s, 4, False, [2]),
-        ValueTrace(3, 4 * 2 * b * s * 8, 4, False, [4]),
-        *(ValueTrace(4, 4 * 2 * b * s * 16, 4, True, [4]) for _ in range(num_chunks)),
+        ValueTrace(-1, 4 * b * s * 8, 4, [1]),
+        ValueTrace(1, 4 * b * s * 8, 4, [2]),
+        ValueTrace(2, 4 * b * s * s, 4, [2]),
+        ValueTrace(3, 4 * 2 * b * s * 8, 4, [4]),
+        *(ValueTrace(4, 4 * 2 * b * s * 16, 4, [4]) for _ in range(num_chunks)),
     ]
     return Trace(calls, values)
 
@@ -184,7 +184,7 @@ def test_file_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def broken(**changes: Any) -> str:
-    file = {"format": 1, "fingerprint": "model-a", "structures": []}
+    file = {"format": 2, "fingerprint": "model-a", "structures": []}
     return json.dumps({key: value for key, value in (file | changes).items() if value is not None})
 
 

@@ -89,7 +89,7 @@ def test_every_strategy_gives_the_plain_step(architecture: str):
             assert freed == expected.get(name, {"recompute"}), name
             assert step.ledger.num_unmanaged == 0
         routers = {operator.module for operator in model_map.operators if operator.site.kind == "router"}
-        assert len(routers) == model_map.num_moe_layers
+        assert len(routers) == len(model_map.experts)
     assert_same_step(train_step(model, batch_without_cache), plain)
 
 

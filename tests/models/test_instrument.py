@@ -307,7 +307,7 @@ def test_adapters(architecture: str, adapters: str):
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert plain.gradients.keys() == trainable and all(gradient.any() for gradient in plain.gradients.values())
     with instrumented(model) as model_map:
-        assert model_map.num_moe_layers == 2
+        assert len(model_map.experts) == 2
         for choose in CHOICES:
             assert_same_step(train_step(model, batch, choose), plain)
     assert traces_of(model) == []

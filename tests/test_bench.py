@@ -1,0 +1,118 @@
+"""The step benchmark: its arithmetic, on made-up runs; and that one side really trains."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flex_trainer import bench
+from flex_trainer.bench import step
+from flex_trainer.bench.child import varied_lengths
+from flex_trainer.bench.shapes import REFERENCE
+from flex_trainer.testing.processes import SubprocessResult, run_in_subprocess
+
+MIB = 2**20
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    return {
+        "freed_bytes": {"recompute": 3 * MIB, "offload": 0, "quantize": 0},
+        "plan_ms": 1.0,
+        "step_ms": 1000.0,
+        "predicted_bytes": 100,
+        "actual_bytes": 100,
+        "peak_bytes": 95 * MIB,
+        "limit_bytes": 100 * MIB,
+        "is_spike": True,
+        "is_profile": False,
+        **changes,
+    }
+
+
+class FakeRuns:
+    """Stands for the child processes: what each side takes and needs."""
+
+    def __init__(self, *, flex_dies: bool = False, flex_losses: tuple[float, ...] | None = None) -> None:
+        self.flex_dies = flex_dies
+        self.flex_losses = flex_losses
+        self.seconds = {"plain": 1.0, "checkpoint": 1.4, "flex": 1.1}
+        self.peaks = {"plain": 200 * MIB, "checkpoint": 100 * MIB, "flex": 150 * MIB}
+
+    def __call__(self, shape: Any, lengths: list[int], *, side: str, **options: Any) -> SubprocessResult:
+        capped = options.get("enforce_bytes") is not None
+        if capped and (side == "plain" or self.flex_dies):
+            error = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
+            return SubprocessResult(None, 1, 0, error, "", "")
+        losses = [1.0 / (number + 1) for number in range(len(lengths))]
+        if side == "flex" and self.flex_losses is not None:
+            losses = list(self.flex_losses)[: len(lengths)]
+        seconds = self.seconds[side] if side != "flex" or capped else 1.0
+        value = {
+            "losses": losses,
+            "seconds": [9.0, 9.0, *[seconds] * (len(lengths) - 2)],
+            "peak_bytes": self.peaks[side],
+            "records": [record(is_profile=number == 0) for number in range(len(lengths))],
+        }
+        return SubprocessResult(value, 0, self.peaks[side], "", "", "")
+
+
+def figures(monkeypatch: pytest.MonkeyPatch, runs: FakeRuns) -> tuple[dict[str, Any], dict[str, bool]]:
+    monkeypatch.setattr(step, "_try", runs)
+    found, _, meets = step.measure(is_quick=True)
+    return found, meets
+
+
+def test_figures_and_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, meets = figures(monkeypatch, FakeRuns())
+    assert found["reference/cap_mib"] == 160.0  # 100 + 0.6 x (200 - 100)
+    assert found["reference/cap_vs_plain_step_ratio"] == pytest.approx(1.1)
+    assert found["reference/cap_vs_checkpoint_step_ratio"] == pytest.approx(1.1 / 1.4)
+    assert found["reference/freed_recompute_mib"] == 3.0
+    assert found["reference/plan_share"] == pytest.approx(0.001)
+    assert found["varied/use_of_limit_under_demand"] == pytest.approx(0.95)
+    assert meets == {"1": True, "2": True, "3": True, "4": True, "5": True}
+
+
+def test_a_missed_bound_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = FakeRuns()
+    runs.seconds["flex"] = 1.3
+    assert figures(monkeypatch, runs)[1]["2"] is False
+
+
+def test_other_losses_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, meets = figures(monkeypatch, FakeRuns(flex_losses=(1.0, 0.5, 1 / 3, 0.25, 0.2000001)))
+    assert found["reference/losses_are_bit_equal"] is False
+    assert meets["1"] is False and meets["3"] is False
+
+
+def test_dying_at_the_cap_is_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, meets = figures(monkeypatch, FakeRuns(flex_dies=True))
+    assert found["reference/flex_finishes_at_cap"] is False
+    assert meets == {"1": False, "2": False, "3": True, "4": False, "5": False}
+    json.dumps(found)
+
+
+def test_lengths_vary_eightfold_and_repeat() -> None:
+    lengths = varied_lengths(300, 128, 1024, seed=0)
+    assert lengths == varied_lengths(300, 128, 1024, seed=0)
+    assert len(lengths) == 300 and max(lengths) == 1024 and min(lengths) <= 136
+    assert all(length % 8 == 0 for length in lengths)
+    assert len(set(lengths)) > 50
+
+
+def test_an_unknown_benchmark_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no benchmark 'stap'; did you mean 'step'"):
+        bench.run("stap")
+
+
+@pytest.mark.parametrize("side", ["plain", "flex"])
+def test_a_side_trains_in_its_own_process(side: str) -> None:
+    config = {**REFERENCE.config, "num_hidden_layers": 2, "hidden_size": 32, "moe_intermediate_size": 16}
+    arguments = {"architecture": "deepseek_v3", "config": config, "batch_size": 1, "lengths": [16, 24], "side": side}
+    result = run_in_subprocess("flex_trainer.bench.child:train", arguments)
+    assert result.exit_code == 0, result.stderr
+    assert len(result.value["losses"]) == len(result.value["seconds"]) == 2
+    assert all(4.0 < loss < 8.0 for loss in result.value["losses"])
+    assert len(result.value.get("records", ())) == (2 if side == "flex" else 0)

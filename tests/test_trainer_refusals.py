@@ -1,0 +1,90 @@
+"""FlexTrainer says clearly what it cannot do, and why a run has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flex_trainer import FlexConfig, FlexTrainer
+from flex_trainer.testing.tiny import tiny_model
+from flex_trainer.trainer import _refuse_arguments
+from tests.fake_meter import BASE_BYTES
+from tests.trainer_runs import LIMIT_BYTES, collate_for, make
+
+
+def test_compile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"torch_compile=True does not go together with FlexTrainer.*torch_compile=False"
+    ):
+        make(tmp_path, FlexConfig(LIMIT_BYTES), torch_compile=True)
+
+
+def test_several_gpus_for_one_process_are_refused() -> None:
+    args = SimpleNamespace(torch_compile=False, n_gpu=4)
+    with pytest.raises(ValueError, match=r"sees 4 GPUs.*DataParallel.*accelerate launch.*CUDA_VISIBLE_DEVICES=0"):
+        _refuse_arguments(args)  # type: ignore[arg-type]
+    for num_gpus in (0, 1):
+        _refuse_arguments(SimpleNamespace(torch_compile=False, n_gpu=num_gpus))  # type: ignore[arg-type]
+
+
+def test_trouble_in_detaching_does_not_hide_why_training_ended(tmp_path: Path) -> None:
+    class Failing(FlexTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            super().compute_loss(model, inputs, *args, **kwargs).backward()
+            (profiles / "profile.json").unlink(missing_ok=True)
+            profiles.rmdir()
+            profiles.write_text("no directory any more")
+            raise ArithmeticError("the loss is cursed")
+
+    profiles = tmp_path / "profiles"
+    profiles.mkdir()
+    flex = FlexConfig(LIMIT_BYTES, seed_profile=str(profiles / "profile.json"))
+    trainer = make(tmp_path, flex, trainer_class=Failing)
+    with pytest.raises(ArithmeticError, match="cursed") as caught:
+        trainer.train()
+    assert "the seed profile cannot be written" in caught.value.__notes__[0]
+    assert not trainer.flex.is_attached
+
+
+def test_limit_below_what_is_in_use(tmp_path: Path) -> None:
+    trainer = make(tmp_path, FlexConfig("50MiB"), fake=False)
+    with pytest.raises(
+        ValueError, match=r"memory_limit='50MiB' \(50.*is below the .* in use before.*Raise memory_limit"
+    ):
+        trainer.train()
+
+
+def test_limit_below_what_recomputing_everything_needs(tmp_path: Path) -> None:
+    collate = collate_for(tiny_model("mixtral"))
+    options = {"data_collator": lambda _: collate([{"number": 1}])}
+    trainer = make(tmp_path, FlexConfig(BASE_BYTES + 100_000), options=options)
+    with pytest.raises(ValueError, match=r"memory_limit=1100000 .* is too low for a micro-batch of 2 x 64.*Raise"):
+        trainer.train()
+    assert len(trainer.flex.records) == 1 and trainer.flex.records[0].is_over_limit
+
+
+def test_offload_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    trainer = make(tmp_path / "run", FlexConfig(LIMIT_BYTES, offload_to=str(tmp_path / "file" / "below")))
+    with pytest.raises(ValueError, match=r"offload_to='.*below'"):
+        trainer.train()
+
+
+def test_model_without_decoder_layers(tmp_path: Path) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.linear(x).sum()}
+
+    options = {"model": Flat(), "data_collator": lambda samples: {"x": torch.ones(2, 4)}}
+    trainer = make(tmp_path, FlexConfig(LIMIT_BYTES), options=options)
+    with pytest.raises(ValueError, match=r"Flat has no decoder layers: .*use transformers' Trainer"):
+        trainer.train()
