@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from flex_trainer.units import parse_bytes
 
 STRATEGIES = ("recompute", "offload", "quantize")
 QUANTIZE_DTYPES = ("int8", "float8_e4m3fn")
+_LARGEST_BYTES = 2**60
 PLANNERS = ("bandwidth", "largest_first")
 
 
@@ -59,6 +61,11 @@ class FlexConfig:
 
     def __post_init__(self) -> None:
         # Step 1: plain YAML and the command line give lists and strings; inside, a tuple is what the type says.
+        if not isinstance(self.strategies, (str, list, tuple)) or any(not isinstance(s, str) for s in self.strategies):
+            raise UserError(
+                f"strategies={self.strategies!r} must be a list of names, any of {', '.join(STRATEGIES)}; "
+                "an empty one mitigates nothing"
+            )
         names = [self.strategies] if isinstance(self.strategies, str) else list(self.strategies)
         object.__setattr__(self, "strategies", tuple(dict.fromkeys(names)))
         # Step 2: every field on its own.
@@ -69,6 +76,8 @@ class FlexConfig:
         _check_choice("planner", self.planner, PLANNERS)
         _check_amount("memory_limit", self.memory_limit, fraction_may_be_one=True)
         _check_amount("transient_reserve", self.transient_reserve, fraction_may_be_one=False)
+        if self.seed_profile is not None and not isinstance(self.seed_profile, (str, os.PathLike)):
+            raise UserError(f"seed_profile={self.seed_profile!r} must be the path of a JSON file, or nothing")
         if not isinstance(self.offload_to, str) or not self.offload_to:
             raise UserError(f"offload_to={self.offload_to!r} must be 'host' or the path of a directory")
 
@@ -120,8 +129,8 @@ def _check_amount(name: str, value: object, fraction_may_be_one: bool) -> None:
     else:
         raise UserError(f"{name}={value!r} must be 'auto', a size such as '12GiB', bytes, or a fraction")
     smallest_ok = amount > 0 if fraction_may_be_one else amount >= 0
-    if not smallest_ok or amount != amount or amount == float("inf"):
-        raise UserError(f"{name}={value!r} must be positive and finite")
+    if not smallest_ok or not amount < _LARGEST_BYTES:
+        raise UserError(f"{name}={value!r} must be positive and below an exbibyte")
     if isinstance(value, float) and 1 < value < 1024:
         raise UserError(f"{name}={value!r} is neither a fraction (at most 1) nor a plausible number of bytes")
     if isinstance(value, float) and value == 1 and not fraction_may_be_one:

@@ -57,7 +57,7 @@ class OffloadService:
     def rates(self) -> Rates:
         """What this machine's mitigations cost, measured once (two sizes each, a few tens of milliseconds)."""
         if self._rates is None:
-            offload = _fit(self._time_offload) if self.is_available else Rates().offload
+            offload = self._measure_offload() if self.is_available else Rates().offload
             quantize = _fit(self._time_quantize) if "quantize" in self._config.strategies else Rates().quantize
             in_flight_bytes = self._store.max_in_flight_bytes if self._store is not None else 0
             self._rates = Rates(offload=offload, quantize=quantize, in_flight_bytes=in_flight_bytes)
@@ -74,18 +74,26 @@ class OffloadService:
             )
         return FileTier(directory)
 
+    def _measure_offload(self) -> Roofline:
+        try:
+            return _fit(self._time_offload)
+        except OSError as error:  # the tier is full already: said once, and then everything is kept
+            self.store().fail(error)
+            return Rates().offload
+
     def _time_offload(self, num_bytes: int) -> float:
         tier = self.store().tier
         source = torch.ones(num_bytes // 4, device=self._device)
         start = time.perf_counter()
         place, copy = tier.write(flat_bytes(source.untyped_storage(), source.device))
-        copy.wait()
-        back = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        tier.read(place, back).wait()
-        self._synchronize()
-        seconds = time.perf_counter() - start
-        tier.free(place)
-        return seconds
+        try:
+            copy.wait()
+            back = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            tier.read(place, back).wait()
+            self._synchronize()
+            return time.perf_counter() - start
+        finally:
+            tier.free(place)
 
     def _time_quantize(self, num_bytes: int) -> float:
         rows = torch.ones(num_bytes // 4 // 256, 256, device=self._device)

@@ -66,6 +66,7 @@ class FlexRuntime:
         self._model: nn.Module | None = None
         self._undo: list[Callable[[], None]] = []
         self._model_name = ""
+        self._modules: dict[str, nn.Module] = {}
         self._pending: list[MicroBatch] = []
         self._running: MicroBatch | None = None
         self._is_window_open = False
@@ -149,6 +150,7 @@ class FlexRuntime:
             raise
         self._model = model
         self._model_name = type(model).__name__
+        self._modules = {operator.site.name: operator.module for operator in model_map.operators}
 
     def detach(self) -> None:
         """Give the model back as it was. Records stay; then, on the main process, a seed profile is written.
@@ -225,7 +227,7 @@ class FlexRuntime:
 
     def _begin(self, shape: BatchShape) -> MicroBatch:
         assert self._provisioner is not None and self._meter is not None and self._model is not None
-        assert self._offloading is not None
+        assert self._offloading is not None and self._device is not None
         started = time.perf_counter()
         micro_batch = self._provisioner.begin(shape)
         micro_batch.number = self._num_micro_batches
@@ -236,6 +238,7 @@ class FlexRuntime:
             micro_batch,
             micro_batch.ledger,
             parameters=[*self._model.parameters(), *self._model.buffers()],
+            modules=self._modules,
             store=self._offloading.store,
             quantize_dtype=getattr(torch, self.config.quantize_dtype),
             on_memory=self._meter.sample,
@@ -245,7 +248,9 @@ class FlexRuntime:
 
     def _on_routed(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
         """After a router: the exact counts of this layer are known."""
-        assert self._provisioner is not None and self._running is not None
+        assert self._provisioner is not None
+        if self._running is None or self._running.scope is not current_scope():
+            return  # this model runs inside the forward of another managed one, whose micro-batch it is
         self._running.note_routing(site, top_k_index, num_experts)
         self._provisioner.revise(self._running, site, top_k_index.numel())
 

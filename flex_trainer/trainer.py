@@ -11,7 +11,7 @@ training step begins (the model is in its final form then) and detached when tra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -24,8 +24,13 @@ from flex_trainer.errors import UserError
 from flex_trainer.plugin import FlexPlugin
 from flex_trainer.runtime import FlexRuntime
 
+if TYPE_CHECKING:
+    _TrainerBase = Trainer  # what the mixin is mixed into
+else:
+    _TrainerBase = object
 
-class FlexTrainerMixin:
+
+class FlexTrainerMixin(_TrainerBase):
     """Adds FlexTrainer's behaviour to a Trainer class: `class MyTrainer(FlexTrainerMixin, SFTTrainer): ...`.
 
     Args:

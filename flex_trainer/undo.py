@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 _ABSENT = object()
 _KEY = "_flex_replaced"
+
+
+class _Table(dict[str, list["_Replacement"]]):
+    """What was replaced on one object. A copy of that object has nothing replaced."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Table:
+        return _Table()
+
+
+class _Method:
+    """Stands in for a method of one instance. A deep copy of the instance gets its class's method, not this."""
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any], earlier: Any) -> None:
+        functools.update_wrapper(self, function)
+        self._owner = weakref.ref(owner)
+        self._name = name
+        self._function = function
+        self._earlier = earlier
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        owner = self._owner()
+        copied = memo.get(id(owner))
+        if self._earlier is not _ABSENT:
+            return copy.deepcopy(self._earlier, memo)
+        return self if copied is None else getattr(type(owner), self._name).__get__(copied)
 
 
 @dataclass(eq=False)
@@ -31,8 +63,11 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Callable[[], None]:
         new: the value.
     """
     space = vars(owner)
-    replacements: dict[str, list[_Replacement]] = space.setdefault(_KEY, {})
-    mine = _Replacement(new, space.get(name, _ABSENT))
+    replacements: _Table = space.setdefault(_KEY, _Table())
+    earlier = space.get(name, _ABSENT)
+    if isinstance(new, FunctionType) and hasattr(type(owner), name):
+        new = _Method(owner, name, new, earlier)
+    mine = _Replacement(new, earlier)
     replacements.setdefault(name, []).append(mine)
     # Into the instance's own namespace: nn.Module's setattr would file a module among its children.
     space[name] = new

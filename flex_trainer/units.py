@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from flex_trainer.errors import UserError
 
@@ -30,7 +31,7 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise UserError(f"{text!r} is not a size; write a number and a unit, for example '12GiB' or '800MB'")
     number, unit = match.groups()
-    return int(float(number) * _UNIT_BYTES[unit.upper()])
+    return int(Decimal(number) * _UNIT_BYTES[unit.upper()])
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -35,7 +35,8 @@ def test_several_gpus_for_one_process_are_refused() -> None:
 def test_trouble_in_detaching_does_not_hide_why_training_ended(tmp_path: Path) -> None:
     class Failing(FlexTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            super().compute_loss(model, inputs, *args, **kwargs).backward()
+            loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+            loss.backward()
             (profiles / "profile.json").unlink(missing_ok=True)
             profiles.rmdir()
             profiles.write_text("no directory any more")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from flex_trainer.undo import replace_attribute
@@ -74,3 +76,15 @@ def test_a_module_that_stands_where_a_function_goes() -> None:
     assert owner.loss is print
     undo()
     assert owner.loss is loss and "loss" not in vars(owner)
+
+
+def test_a_deep_copy_has_nothing_replaced() -> None:
+    module = nn.Linear(2, 2)
+    replace_attribute(module, "forward", lambda x: x)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin.weight.zero_()
+        twin.bias.zero_()
+    assert twin(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
+    assert module(torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
+    assert copy.deepcopy(twin)(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]

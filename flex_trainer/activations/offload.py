@@ -82,7 +82,7 @@ class OffloadStore:
             try:
                 place, copy = self.tier.write(source)
             except OSError as error:
-                self._fail(error)
+                self.fail(error)
                 return None
             value = OffloadedValue(self, ledger, source, place, copy, number=len(self._order))
             self._in_flight.append(weakref.ref(value))
@@ -126,7 +126,8 @@ class OffloadStore:
             in_flight_bytes -= oldest.num_bytes
         self._in_flight = [weakref.ref(value) for value in values]
 
-    def _fail(self, error: OSError) -> None:
+    def fail(self, error: OSError) -> None:
+        """Take no more values: the tier refused one."""
         if self.failure is not None:
             return  # the copies that were on their way fail one by one; once is enough to tell
         self.failure = (
@@ -167,7 +168,7 @@ class OffloadedValue:
             self._write = None
             if error is not None:
                 # The source is still here: nothing is lost, the value is simply kept (and counted as held).
-                self._store._fail(error)
+                self._store.fail(error)
                 return True
             self._source = None
             self._ledger.release(self.num_bytes)

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flex_trainer.activations.context import ExecutionState, no_scope
 from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.module_state import ModuleState
 from flex_trainer.activations.values import Packed, Slot, alive
 
 
@@ -40,12 +43,15 @@ class Region:
         kwargs: dict[str, Any],
         pack_input: Callable[[torch.Tensor], Packed],
         ledger: Ledger,
+        module: nn.Module | None = None,
     ) -> None:
-        """`pack_input` turns a tensor argument into a packed value; everything else is kept as it is."""
+        """`pack_input` turns a tensor argument into a packed value; everything else is kept as it is. `module`: whose
+        parameters the function uses."""
         self.name = name
         self._function = function
         leaves, self._spec = tree_flatten((args, kwargs))
         self._leaves = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
+        self._module_state = None if module is None else ModuleState(module)
         self._state = ExecutionState.capture(_device_of(leaves))
         self._ledger = ledger
         self._inner: dict[int, weakref.ref[Slot]] = {}
@@ -86,7 +92,8 @@ class Region:
         def never(_: None) -> torch.Tensor:
             raise AssertionError("a replay's own graph never runs backward")
 
-        with no_scope(), self._state.restored(), torch.enable_grad(), saved_tensors_hooks(capture, never):
+        module_state = nullcontext() if self._module_state is None else self._module_state.restored(self.name)
+        with module_state, no_scope(), self._state.restored(), torch.enable_grad(), saved_tensors_hooks(capture, never):
             try:
                 result = self._function(*args, **kwargs)
             except _ReplayDone:

@@ -11,11 +11,12 @@ A scope is open during one forward. It keeps nothing alive afterwards: what back
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -85,13 +86,15 @@ class Scope:
         ledger: Ledger,
         *,
         parameters: Iterable[torch.Tensor],
+        modules: Mapping[str, nn.Module] | None = None,
         store: Callable[[], OffloadStore] | None = None,
         quantize_dtype: torch.dtype = torch.int8,
         min_mitigated_bytes: int = LEAST_MOVED_BYTES,
         on_memory: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `on_memory` is called at
+        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `modules`: by
+        site name, for what a replay has to restore and check. `on_memory` is called at
         points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward."""
         self.ledger = ledger
         self._trace = Trace()
@@ -99,6 +102,7 @@ class Scope:
         self.was_used = False
         """Whether backward has asked for any value yet."""
         self._choices = choices
+        self._modules = modules or {}
         self._store = store
         self._quantize_dtype = quantize_dtype
         self._min_mitigated_bytes = min_mitigated_bytes
@@ -172,7 +176,9 @@ class Scope:
 
     def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
         name = self._trace.calls[index].site.name
-        region = Region(name, function, args, kwargs, self._pack_input, self.ledger)
+        # Parts of a module that are no modules themselves (the attention core) have its name in front.
+        module = self._modules.get(name) or self._modules.get(name.rpartition(".")[0])
+        region = Region(name, function, args, kwargs, self._pack_input, self.ledger, module)
         self._region, self._region_call = region, index
         self._num_packs = 0
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]

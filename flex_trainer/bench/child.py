@@ -94,7 +94,7 @@ def train(
     """
     # Bit-equal losses need kernels that repeat; on several threads some of torch's CPU kernels do not by default.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # The same for all sides: freed tensors go back to the system, so that a peak means something.
     return_freed_memory()
     set_seed(0)

@@ -107,6 +107,7 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
         for name, done in runs.items()
     }
     records = [record for run in runs["cap"] for record in run["records"]]
+    planned = [record for record in records if not record["is_profile"]]
     losses = runs["plain"][0]["losses"]
     return {
         "plain_peak_mib": plain_peak / 2**20,
@@ -124,7 +125,7 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
         "ample_vs_plain_step_ratio": step["ample"] / step["plain"],
         "plain_vs_checkpoint_step_ratio": step["plain"] / step["checkpoint"],
         **{
-            f"freed_{strategy}_mib": max((record["freed_bytes"][strategy] for record in records[1:]), default=0) / 2**20
+            f"freed_{strategy}_mib": max((r["freed_bytes"][strategy] for r in planned), default=0) / 2**20
             for strategy in ("recompute", "offload")
         },
         "prediction_error_percent": _prediction_error_percent(records),

@@ -245,8 +245,9 @@ def _structure_from(d: Mapping[str, Any]) -> _Structure:
     if any(len(part) != num_calls for part in by_call) or any(len(part) != num_values for part in by_value):
         raise ValueError("lists that belong together differ in length")
     for sample in structure.samples:
-        structure.value_scaling.observe(*sample["at"], sample["values"])
-        structure.output_scaling.observe(*sample["at"], sample["outputs"])
+        batch_size, sequence_length = sample["at"]
+        structure.value_scaling.observe(batch_size, sequence_length, sample["values"])
+        structure.output_scaling.observe(batch_size, sequence_length, sample["outputs"])
     return structure
 
 

@@ -11,7 +11,7 @@ from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointi
 from flex_trainer.testing.tiny import tiny_model
 
 
-def state_of(model: nn.Module) -> list[tuple[Any, Any]]:
+def state_of(model: nn.Module) -> list[tuple[Any, ...]]:
     names = ("gradient_checkpointing", "_gradient_checkpointing_func")
     return [tuple(vars(module).get(name) for name in names) for module in model.modules()]
 

@@ -17,7 +17,7 @@ from flex_trainer.testing.tiny import tiny_model
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """One rank: enough for a parameter to be a DTensor."""
-    store = torch.distributed.HashStore()
+    store = torch.distributed.HashStore()  # type: ignore[reportPrivateImportUsage]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
