@@ -1,4 +1,4 @@
-# make demo   train a small Mixture-of-Experts model under an enforced memory limit (about two minutes)
+# make demo   train a small Mixture-of-Experts model under an enforced memory limit (two to three minutes)
 # make test   lint, types and the whole test suite (under 15 minutes on 2 cores)
 # Both make .venv and install into it the first time.
 

@@ -62,10 +62,6 @@ class ActivationGraph:
     """Sizes of values made outside of the layers that nobody saves, but that a replay inside a layer takes (an
     attention mask, position ids): held as soon as one layer needs them, once for all layers."""
 
-    @property
-    def layers(self) -> tuple[Segment, ...]:
-        return tuple(segment for segment in self.segments if segment.layer >= 0)
-
     def with_routed_rows(self, layer: int, factor: float) -> ActivationGraph:
         """The same graph with the values of one layer's experts `factor` times as large: another number of rows."""
         segments = (_scale_experts(segment, factor) if segment.layer == layer else segment for segment in self.segments)

@@ -22,8 +22,6 @@ class Peak:
     num_bytes: int
     held_bytes: int
     """Held at the end of forward."""
-    segment: int
-    """Index of the segment in whose run the peak lies."""
     on_top_bytes: int
     """The part of it that is transient: recovered values, activation gradients, workspace."""
 
@@ -99,7 +97,7 @@ class Timeline:
         heights = self.stacked() + on_top + self._gradients + in_flight
         segment = int(heights.argmax())
         held_bytes = int(self._held.sum()) + self._shared()
-        return Peak(int(heights[segment]), held_bytes, segment, int(on_top[segment]))
+        return Peak(int(heights[segment]), held_bytes, int(on_top[segment]))
 
     def stacked(self) -> np.ndarray:
         """Bytes held once each segment has run forward."""
