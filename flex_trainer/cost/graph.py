@@ -31,6 +31,11 @@ class Operator:
     input_bytes: int
     shared_inputs: tuple[int, ...] = ()
     """Of what it takes: indices into `ActivationGraph.shared_bytes`."""
+    forward_transient_bytes: int | None = None
+    """Most bytes alive on top of what autograd holds while it runs forward, from a symbolic trace; None: not known,
+    estimated from what goes in and out."""
+    backward_transient_bytes: int | None = None
+    """The same for its backward: gradients on their way and workspace, parameter gradients left out."""
 
 
 @dataclass(frozen=True)
