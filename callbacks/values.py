@@ -19,6 +19,7 @@ memory is the worst one, wherever it stands in the window.
 | `flex/plan/prediction_error_percent`, `..._mean_percent` | error of the predicted activation bytes, worst and mean |
 | `flex/spike/count`, `total` | spikes in the window, and in the run |
 | `flex/spike/over_limit_count`, `over_limit_total` | micro-batches with a peak over the limit, the same way |
+| `flex/retries/count`, `flex/retries/total` | optimizer steps taken back and run again, the same way |
 | `flex/memory/peak_rank` | only with several processes: the rank that had the peak |
 """
 
@@ -28,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flex_trainer.config import STRATEGIES
-from flex_trainer.records import MicroBatchRecord
+from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.reports.summary import plan_percent, prediction_error_percents
 
 GIB_BYTES = 2**30
@@ -41,6 +42,7 @@ _SUMMED = frozenset(
         "flex/plan/replans",
         "flex/spike/count",
         "flex/spike/over_limit_count",
+        "flex/retries/count",
     }
 )
 _AVERAGED = frozenset({"flex/imbalance/mean", "flex/plan/prediction_error_mean_percent"})
@@ -53,6 +55,9 @@ class Runtime(Protocol):
     def records(self) -> Sequence[MicroBatchRecord]: ...
 
     @property
+    def retries(self) -> Sequence[StepRetry]: ...
+
+    @property
     def limit_bytes(self) -> int: ...
 
     def memory_now(self) -> Mapping[str, int]:
@@ -60,7 +65,9 @@ class Runtime(Protocol):
         ...
 
 
-def flex_logs(records: Sequence[MicroBatchRecord], limit_bytes: int) -> dict[str, float]:
+def flex_logs(
+    records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Sequence[StepRetry] = ()
+) -> dict[str, float]:
     """The log values of one window of micro-batches, on one rank, without running totals. Empty for no records."""
     if not records:
         return {}
@@ -90,6 +97,7 @@ def flex_logs(records: Sequence[MicroBatchRecord], limit_bytes: int) -> dict[str
         logs["flex/plan/prediction_error_mean_percent"] = sum(errors) / len(errors)
     logs["flex/spike/count"] = sum(record.is_spike for record in records)
     logs["flex/spike/over_limit_count"] = sum(record.is_over_limit for record in records)
+    logs["flex/retries/count"] = len(retries)
     return logs
 
 
@@ -128,8 +136,10 @@ class FlexLog:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._first = self._next = len(runtime.records)
+        self._next_retry = len(runtime.retries)
         self._num_spikes = 0
         self._num_over_limit = 0
+        self._num_retries = 0
 
     def restart(self, log_history: Sequence[Mapping[str, Any]] = ()) -> None:
         """Begin a training run; `log_history` holds the earlier rows of a run that is resumed.
@@ -138,11 +148,13 @@ class FlexLog:
         between that row and the checkpoint are in neither, as is the loss of those steps.
         """
         self._first = self._next = len(self._runtime.records)
-        self._num_spikes = self._num_over_limit = 0
+        self._next_retry = len(self._runtime.retries)
+        self._num_spikes = self._num_over_limit = self._num_retries = 0
         for row in reversed(log_history):
             if "flex/spike/total" in row:
                 self._num_spikes = int(row["flex/spike/total"])
                 self._num_over_limit = int(row["flex/spike/over_limit_total"])
+                self._num_retries = int(row.get("flex/retries/total", 0))
                 return
 
     @property
@@ -158,8 +170,10 @@ class FlexLog:
         """
         window = self._runtime.records[self._next :]
         self._next += len(window)
-        row = flex_logs(window, self._runtime.limit_bytes)
+        retries = self._runtime.retries[self._next_retry :]
+        row = flex_logs(window, self._runtime.limit_bytes, retries)
         if row:
+            self._next_retry += len(retries)
             row.update(_as_gib(self._runtime.memory_now()))
         rows = [row] if gather is None else gather([row])
         reduced = reduce_over_ranks(rows)
@@ -167,6 +181,8 @@ class FlexLog:
             # Totals of reduced counts: every rank resumes from the same history row, and that one has all ranks in it.
             self._num_spikes += int(reduced["flex/spike/count"])
             self._num_over_limit += int(reduced["flex/spike/over_limit_count"])
+            self._num_retries += int(reduced["flex/retries/count"])
+            reduced["flex/retries/total"] = self._num_retries
             reduced["flex/spike/total"] = self._num_spikes
             reduced["flex/spike/over_limit_total"] = self._num_over_limit
         return reduced

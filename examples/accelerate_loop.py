@@ -57,12 +57,18 @@ def main(argv: Sequence[str] | None = None) -> FlexRuntime:
     plugin = FlexPlugin(FlexConfig(memory_limit=options.memory_limit))
     flex = plugin.attach(accelerator)
     model.train()
+
+    def forward_and_backward(batch: Any) -> torch.Tensor:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        return loss.detach()
+
     for number, batch in enumerate(loader):
         if number == options.micro_batches:
             break
         with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
+            # Where memory runs out, what this step has run is taken back and run again in less memory.
+            loss = plugin.run(forward_and_backward, batch)
             optimizer.step()
             optimizer.zero_grad()
         record = flex.records[-1]  # of the micro-batch whose backward has just ended

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> FlexTrainer:
     if trainer.is_world_process_zero():
         from rich.console import Console
 
-        Console().print(summary_table(trainer.flex.records, trainer.flex.limit_bytes))
+        Console().print(summary_table(trainer.flex.records, trainer.flex.limit_bytes, trainer.flex.retries))
         print("Report:", trainer.flex.report(options.output_dir / "report.html"))
     return trainer
 

@@ -73,9 +73,11 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
                 "which draws length and domain per micro-batch; remove one of them"
             )
     try:
-        return TrainingArguments(**values)
+        args = TrainingArguments(**values)
     except (ValueError, TypeError, ImportError) as error:
         raise RecipeError(f"{recipe.path.name}: training: {_one_line(error)}") from error
+    _check_precision(recipe, args)
+    return args
 
 
 def build_tokenizer(recipe: Recipe) -> Any:
@@ -237,6 +239,20 @@ def _check_training(recipe: Recipe) -> None:
         if kinds and not _is_of(value, kinds):
             names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
             raise RecipeError(f"{place}: {value!r} is {type(value).__name__}, but {names} is needed")
+
+
+def _check_precision(recipe: Recipe, args: TrainingArguments) -> None:
+    """Raise RecipeError for a precision that the device does not compute in, or would compute in some other way."""
+    wants_bf16 = [f"training.{name}" for name in ("bf16", "bf16_full_eval") if getattr(args, name)]
+    wants_bf16 += ["model.dtype"] if recipe.model.dtype == "bfloat16" else []
+    # torch counts a GPU that only emulates bf16, many times slower, among those that support it.
+    if wants_bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise RecipeError(
+            f"{recipe.path.name}: {wants_bf16[0]}: {torch.cuda.get_device_name(args.device)} has no bfloat16; use "
+            "float32, training.fp16, or a GPU that has it"
+        )
+    if args.fp16 and args.device.type == "cpu":
+        raise RecipeError(f"{recipe.path.name}: training.fp16: a CPU has no float16 training; use bf16, or neither")
 
 
 def _plain_kinds(hint: Any) -> tuple[type, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 # The grouped product with bias and layout handled. Private in transformers 5.24; goes when it is exported.
@@ -9,15 +12,29 @@ from transformers.integrations.moe import _grouped_linear as grouped_linear
 
 # What transformers makes of every decoder layer. Public in the module it stands in, not at the top; goes when it is.
 from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
+from transformers.utils import import_utils
 
-__all__ = ["DecoderLayer", "cuda_allocated_bytes", "grouped_linear"]
+__all__ = ["DecoderLayer", "as_if_real", "grouped_linear", "release_pinned_cache"]
 
 
-def cuda_allocated_bytes(device: torch.device) -> tuple[int, int]:
-    """Bytes in torch's CUDA tensors: now, and the most since the counter was last reset.
+@contextmanager
+def as_if_real() -> Iterator[None]:
+    """Let transformers treat fake tensors as real ones: it then skips masks that mask nothing, as in a real run.
 
-    torch.cuda.memory_stats flattens a hundred statistics into a dictionary, which is too slow to be sampled; goes when
-    torch has a quick public way to read two of them.
+    transformers 5.24 takes other paths for fake tensors, which it meets in torch.export only; goes when that can be
+    asked for.
     """
-    allocated = torch._C._cuda_memoryStats(device.index or 0)["allocated_bytes"]["all"]
-    return allocated["current"], allocated["peak"]
+    original = import_utils.is_fake_tensor
+    import_utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = original
+
+
+def release_pinned_cache() -> None:
+    """Give pinned host memory that torch caches and nobody uses back to the system.
+
+    torch.cuda.empty_cache leaves the host's side alone; goes when torch 2.13's private function is public.
+    """
+    torch._C._host_emptyCache()

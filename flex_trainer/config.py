@@ -15,7 +15,7 @@ from flex_trainer.units import parse_bytes
 STRATEGIES = ("recompute", "offload", "quantize")
 QUANTIZE_DTYPES = ("int8", "float8_e4m3fn")
 _LARGEST_BYTES = 2**60
-PLANNERS = ("bandwidth", "largest_first")
+PLANNERS = ("optimal", "bandwidth", "largest_first")
 
 
 def nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
@@ -55,9 +55,10 @@ class FlexConfig:
     """A JSON file with measured operator costs: read when it exists (no profiling micro-batch is needed then), written
     when training ends."""
 
-    planner: str = "bandwidth"
-    """Which mitigation goes first: "bandwidth" (most bytes freed per second of overhead), or "largest_first" (most
-    bytes freed, as Algorithm 2 of the BaGuaLu-2 paper)."""
+    planner: str = "optimal"
+    """How mitigations are chosen: "optimal" (least added time), or by Algorithm 2 of the BaGuaLu-2 paper, where the
+    next mitigation is the one with most bytes freed per second of overhead ("bandwidth") or with most bytes freed
+    ("largest_first", the paper's order)."""
 
     def __post_init__(self) -> None:
         # Step 1: plain YAML and the command line give lists and strings; inside, a tuple is what the type says.

@@ -12,8 +12,10 @@ class Correction:
     """How large transients really are, over what the cost model says. What is held needs no correction: it is exact."""
 
     _FIRST_GUESS = 1.5
+    _FIRST_GUESS_TRACED = 1.05
     _REMEMBERED = 64
     _LOWEST, _HIGHEST = 0.5, 8.0
+    _SMALL_SHARE = 0.25
     _STEPS = 50  # per 1.0: a factor that does not jitter lets plans be found in the cache
 
     def __init__(self) -> None:
@@ -25,10 +27,17 @@ class Correction:
         if factor is not None:
             self.factor = factor
 
-    def observe(self, plan: Plan, measured_bytes: int, is_exact: bool) -> None:
+    def trust_trace(self) -> None:
+        """Transients are known from a trace on shapes alone: before anything was measured, little is added to them."""
+        if not self._seen:
+            self.factor = min(self.factor, self._FIRST_GUESS_TRACED)
+
+    def observe(self, plan: Plan, measured_bytes: int, is_exact: bool, room_bytes: int = 0) -> None:
         """Compare a plan (made with the present factor) with the measured peak above the baseline.
 
-        A peak that is only known to be at least so high (`is_exact` false) can raise the factor, never lower it.
+        A peak that is only known to be at least so high (`is_exact` false) can raise the factor, never lower it. One
+        that is small against `room_bytes`, what there was room for, cannot raise it above the first guess: it is mostly
+        costs that do not grow (libraries that load, an allocator's pages), and would call a large batch impossible.
         """
         modelled_bytes = plan.on_top_bytes / self.factor
         if modelled_bytes <= 0:
@@ -36,7 +45,9 @@ class Correction:
         factor = (measured_bytes - (plan.peak_bytes - plan.on_top_bytes)) / modelled_bytes
         if not is_exact and factor <= self.factor:
             return
-        self._seen.append((plan.peak_bytes, min(max(factor, self._LOWEST), self._HIGHEST)))
+        is_small = plan.peak_bytes < self._SMALL_SHARE * room_bytes
+        highest = self._FIRST_GUESS if is_small else self._HIGHEST
+        self._seen.append((plan.peak_bytes, min(max(factor, self._LOWEST), highest)))
         # The largest factor seen lately, among peaks of the size that matters: small ones are mostly constant costs.
         largest = max(predicted for predicted, _ in self._seen)
         worst = max(factor for predicted, factor in self._seen if predicted >= largest / 2)

@@ -64,12 +64,27 @@ def _device() -> Iterator[Finding]:
             yield Finding(f"GPU {index}", f"{name}, {format_bytes(free_bytes)} free of {format_bytes(total_bytes)}")
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             yield Finding("bfloat16", "this GPU has no native bfloat16: bf16: true runs emulated and slow", "note")
+        yield _allocator()
         return
     yield Finding("device", f"CPU, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
         yield Finding(
             "device", "nvidia-smi is here but torch is a CPU build: install a CUDA build to use it", "problem"
         )
+
+
+def _allocator() -> Finding:
+    import torch
+
+    from flex_trainer.allocator import EXPANDABLE_SEGMENTS_ADVICE, has_expandable_segments
+
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        return Finding("allocator", f"{backend}, which keeps no statistics of fragmentation")
+    if has_expandable_segments():
+        return Finding("allocator", "expandable segments are on", "ok")
+    advice = f"if memory is lost to fragmentation (lengths that vary), {EXPANDABLE_SEGMENTS_ADVICE}"
+    return Finding("allocator", advice, "note")
 
 
 def _memory() -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 CPU    *process*: resident memory of this process. Where a hard limit on the process's data (RLIMIT_DATA) is nearer than
        the memory limit, that one counts.
 CUDA   *allocated*: bytes in torch's tensors; *reserved*: what torch's allocator holds; *device*: what all processes use
-       of the card. Plans are made in allocated bytes.
+       of the card. Plans are made in allocated bytes. See `allocator.py` for what lies between the three.
 
 Shared counters (CUDA's peak, the kernel's high-water mark) are read, never reset: they may belong to somebody else's
 measurement. A peak inside a window is therefore the counter's value where it rose in the window, else the highest
@@ -16,18 +16,25 @@ import os
 import resource
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import psutil
 import torch
 
-from flex_trainer.compat import cuda_allocated_bytes
+from flex_trainer.allocator import (
+    EXPANDABLE_SEGMENTS_ADVICE,
+    has_expandable_segments,
+    largest_free_block,
+    read_allocator,
+    with_index,
+)
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
-from flex_trainer.process_memory import cgroup_limit_bytes, process_memory
+from flex_trainer.process_memory import cgroup_limit_bytes, cgroup_used_bytes, process_memory
+from flex_trainer.units import format_bytes
 
 
 class MemoryMeter(Protocol):
@@ -69,6 +76,11 @@ class MemoryMeter(Protocol):
         """Memory in use now, by name."""
         ...
 
+    def shortage(self, wanted_bytes: int = 0) -> str:
+        """Why an allocation of `wanted_bytes` (0: unknown) has just failed, as the device's allocator knows; "" where
+        it knows nothing."""
+        ...
+
 
 def limit_bytes(config: FlexConfig, meter: MemoryMeter) -> int:
     """The memory limit of a config on the meter's device."""
@@ -88,7 +100,13 @@ def meter_for(device: torch.device) -> MemoryMeter:
     raise UserError(f"FlexTrainer can measure memory on cpu and cuda devices, not on {device.type!r}")
 
 
-_CUDA_SAMPLE_SECONDS = 0.001
+_SAMPLE_SECONDS = 0.001
+"""Samples come at least this far apart: operators may follow one another every few microseconds."""
+_CUDA_SAMPLE_SHARE = 0.01
+"""On CUDA they never take more than this share of the host's time."""
+_LEAST_ROUNDED_BYTES = 2**24
+_MOST_ROUNDING = 1.25
+"""Rounding is learnt from windows that allocate this much, and believed up to here."""
 _AUTO_SHARE = 0.9
 """Share of the free memory that "auto" takes: the rest is for what the process allocates outside of its tensors."""
 
@@ -101,11 +119,12 @@ class ProcessMeter:
         self._statm = _open_statm()
         self._window_high_water = 0
         self._window_peak = 0
+        self._next_sample = 0.0
         self._sampler = _Sampler(self.sample)
 
     def auto_bytes(self) -> int:
         in_use = self.in_use_bytes()
-        free = [psutil.virtual_memory().available, *_cgroup_free_bytes(), *self._data_limit_left()]
+        free = [psutil.virtual_memory().available, *cgroup_free_bytes(), *self._data_limit_left()]
         return in_use + int(_AUTO_SHARE * max(min(free), 0))
 
     def device_bytes(self) -> int:
@@ -126,10 +145,13 @@ class ProcessMeter:
         self._sampler.pause()
 
     def sample(self) -> None:
-        self._window_peak = max(self._window_peak, self.in_use_bytes())
+        now = time.monotonic()
+        if now >= self._next_sample:
+            self._next_sample = now + _SAMPLE_SECONDS
+            self._note()
 
     def peak_bytes(self) -> int:
-        self.sample()
+        self._note()
         high_water = process_memory().peak_rss_bytes
         return high_water if high_water > self._window_high_water else self._window_peak
 
@@ -138,6 +160,12 @@ class ProcessMeter:
 
     def now(self) -> dict[str, int]:
         return {"process": self.in_use_bytes()}
+
+    def shortage(self, wanted_bytes: int = 0) -> str:
+        return ""
+
+    def _note(self) -> None:
+        self._window_peak = max(self._window_peak, self.in_use_bytes())
 
     def _data_limit_left(self) -> list[int]:
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
@@ -158,57 +186,123 @@ class ProcessMeter:
 
 
 class CudaMeter:
-    """Memory of one CUDA device."""
+    """Memory of one CUDA device, in allocated bytes (sizes as the allocator rounds them).
+
+    The windows are those of the runtime: from the first forward of the micro-batches in flight to the end of their
+    last backward. Statistics follow the host's order of allocations, so nothing here waits for the device.
+
+    Raises:
+        ValueError: the forward is being captured into a CUDA graph.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._device = with_index(device)
         self._window_counter = 0
-        self._window_peak = 0
+        self._window_start = _Sizes(0, 0)
+        self._window_peak = _Sizes(0, 0)
+        self._window_retries = 0
         self._next_sample = 0.0
+        self._rounding = 1.0
+        self._has_advised = False
 
     def auto_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return torch.cuda.memory_reserved(self._device) + int(_AUTO_SHARE * free)
+        state = read_allocator(self._device)
+        return state.reserved_bytes + int(_AUTO_SHARE * state.growth_bytes)
 
     def device_bytes(self) -> int:
         return torch.cuda.get_device_properties(self._device).total_memory
 
     def in_use_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return self._read()[0].allocated_bytes
 
     def left_bytes(self, limit_bytes: int) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        reserved = torch.cuda.memory_reserved(self._device)
-        allocated = self.in_use_bytes()
-        return min(limit_bytes - allocated, free + reserved - allocated)
+        """Under the limit, under what other processes leave, under a memory fraction; less what is lost to
+        fragmentation, and less what rounding added to the activations of the last window."""
+        state = read_allocator(self._device)
+        left_bytes = min(limit_bytes - state.allocated_bytes, state.usable_bytes)
+        return int(left_bytes / self._rounding) if left_bytes > 0 else left_bytes
 
     def start_window(self) -> None:
-        self._window_peak, self._window_counter = cuda_allocated_bytes(self._device)
+        if torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "FlexTrainer cannot manage a forward that is captured into a CUDA graph: its decisions and copies "
+                "change from one micro-batch to the next. Train without CUDA graphs, or detach before the capture."
+            )
+        sizes, self._window_counter, self._window_retries = self._read()
+        self._window_start = self._window_peak = sizes
 
     def end_window(self) -> None:
-        pass
+        self._learn_rounding()
+        if self._read()[2] > self._window_retries:
+            self._advise()
 
     def sample(self) -> None:
-        # Operators may follow one another every few microseconds; reading the allocator's statistics takes longer.
-        if time.monotonic() >= self._next_sample:
-            self._window_peak = max(self._window_peak, cuda_allocated_bytes(self._device)[0])
-            self._next_sample = time.monotonic() + _CUDA_SAMPLE_SECONDS
+        started = time.monotonic()
+        if started >= self._next_sample:
+            self._note(self._read()[0])
+            ended = time.monotonic()
+            self._next_sample = ended + max(_SAMPLE_SECONDS, (ended - started) / _CUDA_SAMPLE_SHARE)
 
     def peak_bytes(self) -> int:
-        current, counter = cuda_allocated_bytes(self._device)
-        self._window_peak = max(self._window_peak, current)
-        return counter if self.is_peak_exact() else self._window_peak
+        sizes, counter, _ = self._read()
+        self._note(sizes)
+        return counter if counter > self._window_counter else self._window_peak.allocated_bytes
 
     def is_peak_exact(self) -> bool:
-        return cuda_allocated_bytes(self._device)[1] > self._window_counter
+        return self._read()[1] > self._window_counter
 
     def now(self) -> dict[str, int]:
-        free, total = torch.cuda.mem_get_info(self._device)
+        state = read_allocator(self._device)
         return {
-            "allocated": torch.cuda.memory_allocated(self._device),
-            "reserved": torch.cuda.memory_reserved(self._device),
-            "device": total - free,
+            "allocated": state.allocated_bytes,
+            "reserved": state.reserved_bytes,
+            "device": state.total_bytes - state.free_bytes,
         }
+
+    def shortage(self, wanted_bytes: int = 0) -> str:
+        """Whether the device is full or its memory in pieces, for the message of a failed allocation."""
+        return read_allocator(self._device).shortage(wanted_bytes, largest_free_block(self._device))
+
+    def _read(self) -> tuple[_Sizes, int, int]:
+        """Sizes now, the counter of the most ever allocated, and the number of retries."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        allocated = stats["allocated_bytes"]["all"]
+        requested_bytes = stats["requested_bytes"]["all"]["current"] if "requested_bytes" in stats else 0
+        return _Sizes(allocated["current"], requested_bytes), allocated["peak"], stats["num_alloc_retries"]
+
+    def _note(self, sizes: _Sizes) -> None:
+        if sizes.allocated_bytes > self._window_peak.allocated_bytes:
+            self._window_peak = sizes
+
+    def _learn_rounding(self) -> None:
+        """What the allocator took for this window's activations, over what was asked for: blocks come in steps of 512
+        bytes, and large ones keep a rest of up to 1 MiB."""
+        allocated_bytes = self._window_peak.allocated_bytes - self._window_start.allocated_bytes
+        requested_bytes = self._window_peak.requested_bytes - self._window_start.requested_bytes
+        if requested_bytes >= _LEAST_ROUNDED_BYTES:
+            self._rounding = min(max(allocated_bytes / requested_bytes, 1.0), _MOST_ROUNDING)
+
+    def _advise(self) -> None:
+        """Segments were refused in this window: say once if that was because of fragmentation."""
+        state = read_allocator(self._device)
+        if self._has_advised or not state.is_fragmented or has_expandable_segments():
+            return
+        if torch.cuda.get_allocator_backend() != "native":
+            return
+        self._has_advised = True
+        warnings.warn(
+            f"memory of {self._device} is fragmented: {format_bytes(state.split_bytes)} of "
+            f"{format_bytes(state.reserved_bytes)} reserved bytes lie free between blocks in use; "
+            f"{EXPANDABLE_SEGMENTS_ADVICE}.",
+            stacklevel=2,
+        )
+
+
+class _Sizes(NamedTuple):
+    """Bytes in torch's tensors: as rounded by the allocator, and as asked for."""
+
+    allocated_bytes: int
+    requested_bytes: int
 
 
 class _Sampler:
@@ -243,7 +337,7 @@ def _open_statm() -> int | None:
     return os.open(path, os.O_RDONLY) if os.path.exists(path) else None
 
 
-def _cgroup_free_bytes() -> list[int]:
+def cgroup_free_bytes() -> list[int]:
     """What the control group (version 2) still allows, if it is limited at all."""
-    limit, usage_file = cgroup_limit_bytes(), Path("/sys/fs/cgroup/memory.current")
-    return [limit - int(usage_file.read_text())] if limit is not None and usage_file.exists() else []
+    limit_bytes, used_bytes = cgroup_limit_bytes(), cgroup_used_bytes()
+    return [] if limit_bytes is None or used_bytes is None else [limit_bytes - used_bytes]

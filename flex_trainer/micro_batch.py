@@ -8,7 +8,7 @@ import torch
 
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Choices, Scope
-from flex_trainer.cost.profile import BatchShape
+from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.planner.plan import Plan
 from flex_trainer.records import MicroBatchRecord
@@ -25,9 +25,10 @@ class MicroBatch:
     """None for a micro-batch that profiles operators never seen before."""
     baseline_bytes: int
     available_bytes: int
-    """What the limit leaves above the baseline."""
+    """What the plan's peak may take above the baseline."""
     budget_bytes: int
     plan_seconds: float = 0.0
+    traced_seconds: float = 0.0
     number: int = 0
     step: int = 0
     started: float = 0.0
@@ -39,15 +40,19 @@ class MicroBatch:
     excess_bytes: int = 0
     """Held beyond what was predicted, as of the last re-plan."""
     ledger: Ledger = field(default_factory=Ledger)
+    is_covered: bool = False
+    """Whether another micro-batch began while this one was in flight: the peak is then not its own."""
     scope: Scope | None = None
     actual_bytes: int = 0
     _counts: list[torch.Tensor] = field(default_factory=list)
+    _worst: torch.Tensor | None = None
+    _has_arrived: torch.cuda.Event | None = None
 
     def strategy(self, site: Site) -> Strategy:
         return self.choices.strategy(site)
 
     def note_routing(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
-        """Count the tokens of each expert; the counts stay on the device until the record is made."""
+        """Count the tokens of each expert, on the device."""
         self.routed_rows[site.name] = top_k_index.numel()
         if num_experts == 0:
             return
@@ -60,6 +65,17 @@ class MicroBatch:
 
     def end_forward(self) -> None:
         self.actual_bytes = self.ledger.held_bytes
+        if not self._counts:
+            return
+        worst = torch.stack([counts.max() / counts.float().mean().clamp(min=1e-9) for counts in self._counts]).max()
+        if worst.is_cuda:
+            # On its way while backward runs. Asked for afterwards, it would come when all of backward has.
+            self._has_arrived = torch.cuda.Event()
+            self._worst = worst.to("cpu", non_blocking=True)
+            self._has_arrived.record(torch.cuda.current_stream(worst.device))
+        else:
+            self._worst = worst
+        self._counts.clear()
 
     @property
     def is_backward_done(self) -> bool:
@@ -83,6 +99,7 @@ class MicroBatch:
             actual_bytes=self.actual_bytes,
             freed_bytes=dict(self.ledger.freed_bytes),
             plan_ms=self.plan_seconds * 1e3,
+            trace_ms=self.traced_seconds * 1e3,
             is_spike=demand_bytes > self.budget_bytes,
             demand_bytes=demand_bytes,
             limit_bytes=limit_bytes,
@@ -97,7 +114,8 @@ class MicroBatch:
 
     def _imbalance(self) -> float:
         """Largest over layers of most tokens of one expert / mean tokens; one transfer for all layers."""
-        if not self._counts:
+        if self._worst is None:
             return 1.0
-        worst = torch.stack([counts.max() / counts.float().mean().clamp(min=1e-9) for counts in self._counts]).max()
-        return float(worst)
+        if self._has_arrived is not None:
+            self._has_arrived.synchronize()
+        return float(self._worst)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import psutil
@@ -11,12 +12,18 @@ from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.offload import OffloadStore, Tier, flat_bytes
 from flex_trainer.activations.pinned_tier import PinnedTier
 from flex_trainer.activations.quantize import dequantize_rows, quantize_rows
+from flex_trainer.allocator import with_index
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.roofline import Rates, Roofline
 from flex_trainer.errors import UserError
+from flex_trainer.meter import cgroup_free_bytes
 
 _HOST_SHARE = 0.5
-"""Share of the host memory free at the start that pinned buffers may take."""
+"""Share of the host memory free at the start that the pinned buffers of all processes on this host may take."""
+_PINNED_REMEDY = (
+    "What is offloaded goes to pinned host memory: free some on this host, start fewer processes there, or leave "
+    "'offload' out of strategies; the others go on."
+)
 _IN_FLIGHT_SHARE = 0.02
 _LEAST_IN_FLIGHT_BYTES = 2**24
 """Copies on their way may hold this share of the limit, and at least this much."""
@@ -36,9 +43,12 @@ class OffloadService:
         self._store: OffloadStore | None = None
         self._rates: Rates | None = None
         if "offload" in config.strategies:
-            self._store = OffloadStore(
-                self._make_tier(), max(int(_IN_FLIGHT_SHARE * limit_bytes), _LEAST_IN_FLIGHT_BYTES)
-            )
+            in_flight_bytes = max(int(_IN_FLIGHT_SHARE * limit_bytes), _LEAST_IN_FLIGHT_BYTES)
+            tier = self._make_tier()
+            if isinstance(tier, PinnedTier):
+                self._store = OffloadStore(tier, in_flight_bytes, remedy=_PINNED_REMEDY)
+            else:
+                self._store = OffloadStore(tier, in_flight_bytes)
 
     @property
     def is_available(self) -> bool:
@@ -48,11 +58,25 @@ class OffloadService:
         assert self._store is not None, "only runs with the strategy offload ask for the store"
         return self._store
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of values on their way down that the device still holds: they count as held, and will not be."""
+        return 0 if self._store is None else self._store.in_flight_bytes
+
     def settle(self) -> None:
-        """Wait for the copies in flight; forget values that died."""
-        if self._store is not None:
+        """Forward has ended: let go of what was copied, forget values that died.
+
+        On a CPU this waits for the copies in flight, so that what was freed really is. On CUDA nobody waits: the values
+        still on their way are those that backward wants first, and their bytes are in the budget.
+        """
+        if self._store is None:
+            return
+        if isinstance(self._store.tier, PinnedTier):
+            self._store.poll()
+            self._store.tier.trim()
+        else:
             self._store.settle()
-            self._store.forget_dead()
+        self._store.forget_dead()
 
     def rates(self) -> Rates:
         """What this machine's mitigations cost, measured once (two sizes each, a few tens of milliseconds)."""
@@ -66,7 +90,7 @@ class OffloadService:
     def _make_tier(self) -> Tier:
         directory = self._config.offload_directory
         if self._device.type == "cuda" and directory is None:
-            return PinnedTier(self._device, int(_HOST_SHARE * psutil.virtual_memory().available))
+            return PinnedTier(with_index(self._device), _pinned_bound_bytes())
         if self._device.type == "cuda":
             raise UserError(
                 f"offload_to={self._config.offload_to!r} is a directory, which only a CPU device can offload to; "
@@ -105,6 +129,12 @@ class OffloadService:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _pinned_bound_bytes() -> int:
+    """This process's part of what may be pinned. Launchers say how many processes share the host."""
+    free_bytes = min([psutil.virtual_memory().available, *cgroup_free_bytes()])
+    return int(_HOST_SHARE * free_bytes) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def _fit(seconds_for) -> Roofline:

@@ -11,6 +11,19 @@
             optimizer.step(); optimizer.zero_grad()
     flex.detach()
 
+With forward and backward in a function, a step whose memory runs out is taken back and run again, instead of ending the
+run (see transaction.py):
+
+    def forward_and_backward(batch):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        return loss.detach()
+
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = flex.run(forward_and_backward, batch)
+            optimizer.step(); optimizer.zero_grad()
+
 Accelerate has no registry for plugins of others (a foreign handler in `kwargs_handlers` raises a KeyError), so this one
 is attached to the accelerator after `prepare`.
 """
@@ -19,7 +32,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from torch import nn
@@ -27,18 +40,28 @@ from torch import nn
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.runtime import FlexRuntime
+from flex_trainer.transaction import Restorable, Transaction
 from flex_trainer.undo import replace_attribute
+
+T = TypeVar("T")
 
 
 class FlexPlugin:
     """Attaches a FlexRuntime to an Accelerator and a model.
 
+    `run(function, *args)` makes forward and backward repeatable: where an allocation fails, the optimizer step is taken
+    back and its micro-batches run again in less memory.
+
     Args:
         config: the settings; read from the device when None.
+        remember: called before every call of `run`; each returns an object whose `restore()` puts back what the
+            function changes besides gradients, buffers and random streams.
     """
 
-    def __init__(self, config: FlexConfig | None = None) -> None:
+    def __init__(self, config: FlexConfig | None = None, remember: tuple[Callable[[], Restorable], ...] = ()) -> None:
         self.runtime = FlexRuntime(config)
+        self._remember = remember
+        self._transaction: Transaction | None = None
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -63,7 +86,26 @@ class FlexPlugin:
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
+        self._transaction = Transaction(self.runtime, (lambda: _SyncFlag(accelerator), *self._remember))
         return self.runtime
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call `function(*args, **kwargs)` and return what it returns. The function runs forward and backward of one or
+        more micro-batches; where memory runs out in it, all that this optimizer step has run so far is run again, in
+        less memory, with the same result as if nothing had failed.
+
+        The function must do the same each time: take its data as arguments, leave the optimizer's step and counting to
+        the caller, and return nothing that holds the graph (`loss.detach()`, not `loss`). Gradients must be None when
+        the optimizer step begins (`zero_grad()` does that), and there must be one process only; otherwise the error of
+        the allocation is raised, with a note that says why.
+
+        Raises:
+            MemoryLimitError: memory ran out even under the least demanding plan: which operator, how many bytes, which
+                limit.
+        """
+        if self._transaction is None:
+            return function(*args, **kwargs)
+        return self._transaction.run(function, *args, **kwargs)
 
     def detach(self) -> None:
         """Give model and accelerator back as they were.
@@ -73,6 +115,7 @@ class FlexPlugin:
         Raises:
             ValueError: the seed profile cannot be written; all is given back all the same.
         """
+        self._transaction = None  # holds the step's inputs
         while self._undo:
             self._undo.pop()()
 
@@ -90,3 +133,14 @@ class FlexPlugin:
                 self.runtime.step += 1
 
         self._undo.append(replace_attribute(accelerator, "backward", backward))
+
+
+class _SyncFlag:
+    """Whether gradients are synchronised in this micro-batch, as the loop has told the accelerator."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._state = accelerator.gradient_state
+        self._is_set = accelerator.sync_gradients
+
+    def restore(self) -> None:
+        self._state._set_sync_gradients(self._is_set)

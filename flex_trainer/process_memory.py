@@ -88,6 +88,12 @@ def cgroup_limit_bytes() -> int | None:
     return None
 
 
+def cgroup_used_bytes() -> int | None:
+    """What this process's control group (version 2) uses now; None where it does not say."""
+    path = Path("/sys/fs/cgroup/memory.current")
+    return int(path.read_text()) if path.is_file() else None
+
+
 def return_freed_memory() -> bool:
     """Make freed tensors go back to the system, so that resident memory follows what is allocated.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ from torch import nn
 from flex_trainer.config import FlexConfig, amount_bytes
 from flex_trainer.correction import Correction
 from flex_trainer.cost.graph import ActivationGraph
-from flex_trainer.cost.profile import BatchShape, Profile
+from flex_trainer.cost.profile import Profile
+from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.errors import UserError
+from flex_trainer.forecast import Forecast
 from flex_trainer.gradients import Gradients
+from flex_trainer.margin import SafetyMargin
 from flex_trainer.meter import MemoryMeter
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.discovery import ModelMap
@@ -33,7 +38,8 @@ from flex_trainer.strategy import Site, Strategy
 from flex_trainer.units import format_bytes
 
 _BUDGET_STEPS = 256
-"""Budgets are discretised (rounded down) to this many steps of the limit, so that plans are found in the cache."""
+"""Budgets are discretised (rounded down) to this many steps of the limit or more, so that plans are found in the cache.
+"""
 _MAX_CACHED_PLANS = 512
 _MAX_PLANNERS = 32
 _TOLERANCE = 1.05
@@ -42,11 +48,20 @@ _REPLAN_SHARE = 0.005
 """More held than predicted by this share of the limit: time to re-plan."""
 _AUTO_RESERVE = 0.015
 """Share of the limit that transient_reserve "auto" keeps free, beside the transients that are modelled."""
+_IN_FLIGHT_REMEMBERED = 16
+"""Rounds (first forward to last backward) over which the most micro-batches in flight are expected again."""
+_MAX_MEASUREMENTS = 3
+_MAX_TIGHTENINGS = 8
+"""Plans tried until one holds no more than its budget."""
 _BY_EFFECT = [Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE]
 
 
 class MemoryLimitError(UserError):
     """The memory limit is below what the least demanding way to run needs."""
+
+
+class BudgetTakenError(MemoryLimitError):
+    """An earlier micro-batch in flight took what this one needs: nobody knew that there would be another."""
 
 
 class Provisioner:
@@ -73,42 +88,74 @@ class Provisioner:
         self._meter = meter
         self._offloading = offloading
         self.limit_bytes = limit_bytes
+        self._nearest_bytes = limit_bytes
+        self._in_flight: dict[int, int] = {}  # micro-batches between forward and backward: bytes on top in backward
+        self._most_in_flight = 0  # in this round
+        self._rounds: deque[int] = deque([1], maxlen=_IN_FLIGHT_REMEMBERED)
         self._allocator = BudgetAllocator()
         self._correction = Correction()
+        self._attempt = 0
         self._fingerprint = _fingerprint(model, model_map)
         if earlier is not None and earlier._fingerprint == self._fingerprint:
             self._profile, self._correction = earlier._profile, earlier._correction
+            self._margin, self._rounds = earlier._margin, earlier._rounds
+            self._allocator = BudgetAllocator(self.num_expected_in_flight)
         else:
             self._profile = self._seed_profile()
             self._correction.start_at(self._profile.transient_factor)
+            self._margin = SafetyMargin(self._profile.margin_bytes)
+        self._forecast = Forecast(model, next(model.parameters()).device)
         self._gradients = Gradients(model, model_map)
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._planners: dict[BatchShape, MitigationPlanner] = {}
         self._planned_in: tuple[object, ...] = ()
         self._check_start()
 
+    @property
+    def margin_bytes(self) -> int:
+        """Bytes kept free since an allocation failed."""
+        return self._margin.num_bytes
+
+    @property
+    def num_expected_in_flight(self) -> int:
+        """W of Algorithm 1: how many forwards come before the first backward, as of late."""
+        return max(self._rounds)
+
     # The life of a micro-batch
+
+    def prepare(self, shape: BatchShape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        """Learn the sizes of a micro-batch that is not known yet, before it runs. Returns the seconds it took."""
+        seconds = self._forecast.teach(self._profile, shape, args, kwargs)
+        if self._forecast.has_traced:
+            self._correction.trust_trace()
+        return seconds
 
     def begin(self, shape: BatchShape) -> MicroBatch:
         """Budget and plan of the next micro-batch.
 
         Raises:
+            BudgetTakenError: as below, while more micro-batches are in flight than there were before.
             MemoryLimitError: the sizes are known, and even the least demanding plan would be over the limit. Never
                 where there are no strategies: then the run is watched, and its records say what was over.
         """
         started = time.perf_counter()
         in_use_bytes = self._meter.in_use_bytes()
-        left_bytes = self._meter.left_bytes(self.limit_bytes) - self._reserve_bytes()
+        left_bytes = self._left_bytes(in_use_bytes) - self._reserve_bytes() - self.margin_bytes
         gradients = self._gradients.now()
+        self._most_in_flight = max(self._most_in_flight, len(self._in_flight) + 1)
         if self._profile.knows(shape):
-            plan = self._plan(shape, left_bytes, gradients)
+            for _ in range(_MAX_MEASUREMENTS):
+                plan, available_bytes, budget_bytes = self._provide(shape, left_bytes, gradients)
+                # The first plan of a structure leaves something behind (its tables, buffers of the libraries it uses),
+                # which on a CPU comes out of the same memory.
+                grown_bytes = self._meter.in_use_bytes() - in_use_bytes
+                if grown_bytes <= self._budget_step:
+                    break
+                in_use_bytes += grown_bytes
+                left_bytes -= grown_bytes
             if not plan.fits and self._config.strategies:
-                self._check_least(shape, plan, in_use_bytes, left_bytes)
-            on_top_bytes = plan.peak_bytes - plan.predicted_bytes
-            # What is left was measured with the micro-batches in flight; the allocator takes them off itself.
-            limit_bytes = left_bytes + self._allocator.in_flight_bytes
-            budget_bytes = self._allocator.next(limit_bytes, on_top_bytes, plan.minimum_bytes)
-            micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, left_bytes, budget_bytes)
+                self._check_least(shape, plan, in_use_bytes, left_bytes + self.margin_bytes)
+            micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes)
         else:
             unknown = Uniform(self._most_effective())
             micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0))
@@ -124,11 +171,12 @@ class Provisioner:
             return
         started = time.perf_counter()
         planned_rows = self._profile.rows(micro_batch.shape, site.name)
-        held_bytes = micro_batch.ledger.held_bytes
+        # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
+        held_bytes = micro_batch.ledger.held_bytes - self._offloading.in_flight_bytes
         excess_bytes = held_bytes - plan.held_until(site.layer)
         has_more_rows = planned_rows is not None and num_rows > planned_rows
         if has_more_rows or excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes:
-            ran = {call.site.name: plan.strategy(call.site) for call in micro_batch.scope.trace.calls}
+            ran = {call.site.name: plan.strategy(call.site) for call in micro_batch.scope.calls}
             graph = self._profile.graph(micro_batch.shape)
             if has_more_rows and planned_rows:
                 micro_batch.row_factors[site.layer] = num_rows / planned_rows
@@ -145,6 +193,7 @@ class Provisioner:
     def commit(self, micro_batch: MicroBatch) -> None:
         """Forward has ended: the bytes really held replace the budget in the books."""
         self._allocator.commit(micro_batch.number, micro_batch.actual_bytes)
+        self._in_flight[micro_batch.number] = 0 if micro_batch.plan is None else _on_top_bytes(micro_batch.plan)
 
     def learn(self, micro_batch: MicroBatch, peak_bytes: int, is_peak_exact: bool) -> None:
         """Backward has ended: learn sizes, times, and how far off the predicted peak was.
@@ -153,27 +202,90 @@ class Provisioner:
         next one if no plan can help.
         """
         assert micro_batch.scope is not None
-        self._allocator.release(micro_batch.number)
+        self._release(micro_batch)
+        self._margin.relax(self._nearest_bytes)
         self._profile.observe(micro_batch.shape, micro_batch.scope.trace, micro_batch.routed_rows)
+        if micro_batch.is_covered:
+            return  # the peak has other micro-batches in it
         above_bytes = peak_bytes - micro_batch.baseline_bytes
         plan = micro_batch.plan
         if plan is None:
             # Now that sizes are known, see what the model would have said of the run that has just been measured.
             planner = self._planner(self._profile.graph(micro_batch.shape))
             plan = planner.uniform(self._most_effective(), micro_batch.gradients)
-        self._correction.observe(plan, above_bytes, is_peak_exact)
+        self._correction.observe(plan, above_bytes, is_peak_exact, micro_batch.available_bytes)
 
     def forget(self, micro_batch: MicroBatch) -> None:
         """The micro-batch had no backward and its values are gone."""
+        self._release(micro_batch)
+
+    def _release(self, micro_batch: MicroBatch) -> None:
         self._allocator.release(micro_batch.number)
+        self._in_flight.pop(micro_batch.number, None)
+        if not self._in_flight and self._most_in_flight:
+            self._rounds.append(self._most_in_flight)
+            self._most_in_flight = 0
+            self._allocator = BudgetAllocator(self.num_expected_in_flight)
+
+    # After an allocation has failed
+
+    def tighten(self, attempt: int, requested_bytes: int) -> None:
+        """An allocation failed and the step is run again.
+
+        Args:
+            attempt: 1: keep more free, now and for the micro-batches to come; 2: also run under the least demanding
+                plan until `loosen`.
+            requested_bytes: what the failed allocation asked for; 0 when not known.
+        """
+        self._attempt = attempt
+        self._left_bytes(self._meter.in_use_bytes())
+        self._margin.widen(requested_bytes, self._nearest_bytes)
+
+    def loosen(self) -> None:
+        """The step has been run."""
+        self._attempt = 0
 
     def save_profile(self) -> None:
         """Write the seed profile on the main process, where one is configured and anything was learnt."""
-        if self._config.seed_profile is not None and self._profile.version > 0 and _is_main_process():
+        has_learnt = self._profile.version > 0 or self._profile.margin_bytes != self.margin_bytes
+        if self._config.seed_profile is not None and has_learnt and _is_main_process():
             self._profile.transient_factor = self._correction.factor
+            self._profile.margin_bytes = self.margin_bytes
             self._profile.save(Path(self._config.seed_profile), self._fingerprint)
 
     # Plans
+
+    def _provide(self, shape: BatchShape, left_bytes: int, gradients: GradientBytes) -> tuple[Plan, int, int]:
+        """Plan, what its peak may take, and its budget (Algorithm 1)."""
+        is_least = self._attempt > 1
+        available_bytes = 0 if is_least else left_bytes
+        plan = self._plan(shape, available_bytes, gradients)
+        # The peak comes in the backward of whichever micro-batch in flight has most on top.
+        on_top_bytes = max([_on_top_bytes(plan), *self._in_flight.values()])
+        # What is left was measured with the micro-batches in flight; the allocator takes them off itself.
+        limit_bytes = left_bytes + self._allocator.in_flight_bytes
+        budget_bytes = self._allocator.next(limit_bytes, on_top_bytes, plan.minimum_bytes)
+        if self._in_flight or self.num_expected_in_flight > 1:
+            # A plan bounds its own peak. What it holds beyond that, while others run, is bounded here.
+            for _ in range(_MAX_TIGHTENINGS):
+                excess_bytes = plan.predicted_bytes - budget_bytes
+                if excess_bytes <= 0 or not plan.fits:
+                    break
+                available_bytes = min(available_bytes, plan.peak_bytes) - max(excess_bytes, self._budget_step)
+                plan = self._plan(shape, available_bytes, gradients)
+        return plan, available_bytes, budget_bytes
+
+    def _left_bytes(self, in_use_bytes: int) -> int:
+        """What may still be used. Something harder than memory_limit may be nearer (a data limit, other processes on
+        the device): shares of the limit are then shares of that."""
+        left_bytes = self._meter.left_bytes(self.limit_bytes)
+        self._nearest_bytes = min(self.limit_bytes, in_use_bytes + max(left_bytes, 0))
+        return left_bytes
+
+    @property
+    def _budget_step(self) -> int:
+        # A power of two: the nearest limit moves a little all the time, and plans are to be found in the cache.
+        return 1 << max((self._nearest_bytes // _BUDGET_STEPS).bit_length() - 1, 0)
 
     def _plan(self, shape: BatchShape, available_bytes: int, gradients: GradientBytes) -> Plan:
         state = (self._profile.version, self._strategies(), self._correction.factor)
@@ -181,8 +293,7 @@ class Provisioner:
             self._plans.clear()
             self._planners.clear()
             self._planned_in = state
-        step = max(self.limit_bytes // _BUDGET_STEPS, 1)
-        available_bytes = available_bytes // step * step
+        available_bytes = available_bytes // self._budget_step * self._budget_step
         key = (shape, available_bytes, gradients.key)
         plan = self._plans.get(key)
         if plan is None:
@@ -198,7 +309,7 @@ class Provisioner:
             graph,
             self._strategies(),
             self._offloading.rates(),
-            largest_first=self._config.planner == "largest_first",
+            method=self._config.planner,
             transient_factor=self._correction.factor,
         )
 
@@ -212,7 +323,9 @@ class Provisioner:
 
     def _reserve_bytes(self) -> int:
         reserve = self._config.transient_reserve
-        return int(_AUTO_RESERVE * self.limit_bytes) if reserve == "auto" else amount_bytes(reserve, self.limit_bytes)
+        return (
+            int(_AUTO_RESERVE * self._nearest_bytes) if reserve == "auto" else amount_bytes(reserve, self.limit_bytes)
+        )
 
     def _seed_profile(self) -> Profile:
         if self._config.seed_profile is None:
@@ -242,13 +355,19 @@ class Provisioner:
 
     def _check_least(self, shape: BatchShape, plan: Plan, in_use_bytes: int, left_bytes: int) -> None:
         if plan.peak_bytes > _TOLERANCE * max(left_bytes, 1):
-            raise MemoryLimitError(
+            is_taken = len(self._in_flight) >= self.num_expected_in_flight
+            raise (BudgetTakenError if is_taken else MemoryLimitError)(
                 f"{self._limit_text()} is too low for a micro-batch of {shape.batch_size} x {shape.sequence_length} "
                 f"tokens: with strategies {', '.join(self._config.strategies) or 'none'} it needs about "
                 f"{format_bytes(plan.peak_bytes)} more than the {format_bytes(in_use_bytes)} in use before it, and "
                 f"{format_bytes(max(left_bytes, 0))} are left under the limit, the reserve and the system's own limits."
                 " Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
             )
+
+
+def _on_top_bytes(plan: Plan) -> int:
+    """What comes on top of what is held when memory is highest: transients and gradients."""
+    return plan.peak_bytes - plan.predicted_bytes
 
 
 def _put_bounded(cache: dict[Any, Any], key: Any, item: Any, size: int) -> Any:

@@ -50,20 +50,23 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class ParallelSection:
-    """Ranks along each axis of the device mesh. This version has one of each."""
+    """Ranks along each axis of the device mesh. `flex-trainer plan` takes any; training, in this version, one of each
+    (`flex_trainer.train` refuses the others).
+    """
 
     fsdp: int = 1
     ep: int = 1
     pp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("fsdp", "ep", "pp"):
-            value = getattr(self, axis)
-            if value != 1:
-                raise UserError(
-                    f"{axis}={value} is not available: recipes with FSDP, expert or pipeline parallelism are "
-                    "not in this version yet; set it to 1 (data parallelism comes from the accelerate section)"
-                )
+        for axis, value in self.sizes.items():
+            if value < 1:
+                raise UserError(f"{axis}={value} must be at least 1: 1 means that this axis is not used")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the name of the axis."""
+        return {"fsdp": self.fsdp, "ep": self.ep, "pp": self.pp}
 
 
 @dataclass(frozen=True)

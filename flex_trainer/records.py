@@ -1,4 +1,5 @@
-"""What is remembered of one micro-batch. Reports, callbacks and other tools read these."""
+"""What is remembered of a run: its micro-batches, and the steps that were taken back. Reports, callbacks and other
+tools read these."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ class MicroBatchRecord:
     """Bytes not held because of each strategy: keys recompute, offload, quantize."""
     plan_ms: float = 0.0
     """Time spent planning (budget, plan, re-plans)."""
+    trace_ms: float = 0.0
+    """Time spent tracing the micro-batch on shapes alone, where its sizes were not known (outside of `step_ms`)."""
     is_spike: bool = False
     """Whether keeping everything would have exceeded the budget."""
     demand_bytes: int = 0
@@ -52,3 +55,24 @@ class MicroBatchRecord:
     @property
     def is_over_limit(self) -> bool:
         return self.peak_bytes > self.limit_bytes
+
+
+@dataclass(frozen=True)
+class StepRetry:
+    """An optimizer step that was taken back and run again under a tighter plan, because an allocation failed."""
+
+    step: int
+    """Optimizer step, from 0."""
+    micro_batch: int
+    """Running number of the micro-batch that failed."""
+    attempt: int
+    """1: with a wider safety margin; 2: under the least demanding plan; 0: no allocation has failed, memory is shared
+    out among more micro-batches in flight than before."""
+    phase: str
+    """What was going on: planning, forward, backward, recovery, or begin (no room was left for another forward)."""
+    operator: str
+    """The operator that was running; in backward, the one whose saved values were used last."""
+    requested_bytes: int
+    """Bytes that the failed allocation asked for; 0 when it did not say."""
+    margin_bytes: int
+    """Bytes kept free from now on."""

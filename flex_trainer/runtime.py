@@ -6,27 +6,29 @@
     backward   values come back; then the measured peak corrects the model, and a record is kept
 
 `attach` puts the runtime between a model and its operators; `detach` takes it out. Trainer and plugin only call these
-two and `backward`.
+two and `backward`. Where an allocation fails, transaction.py takes the step back and runs it again.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from flex_trainer.activations.clock import clock_for
+from flex_trainer.activations.clock import Clock, HostClock, clocks_for
 from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
 from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
-from flex_trainer.cost.profile import BatchShape
+from flex_trainer.cost.shape import BatchShape
 from flex_trainer.meter import MemoryMeter, limit_bytes, meter_for
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
@@ -37,13 +39,21 @@ from flex_trainer.models.sharding import refuse_sharded
 from flex_trainer.offloading import OffloadService
 from flex_trainer.process_memory import return_freed_memory
 from flex_trainer.provision import Provisioner
-from flex_trainer.records import MicroBatchRecord
+from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 from flex_trainer.units import format_bytes
 
 if TYPE_CHECKING:
     from flex_trainer.reports.summary import RunSummary
+
+
+class Mark(NamedTuple):
+    """How far a run has come."""
+
+    step: int
+    num_micro_batches: int
+    num_records: int
 
 
 class FlexRuntime:
@@ -57,10 +67,13 @@ class FlexRuntime:
     def __init__(self, config: FlexConfig | None = None, device: torch.device | None = None) -> None:
         self.config = config or FlexConfig()
         self.records: list[MicroBatchRecord] = []
+        self.retries: list[StepRetry] = []
+        """Steps that were taken back and run again."""
         self.step = 0
         """The optimizer step of the micro-batches to come; Trainer and plugin keep it up to date."""
         self._device = device
         self._meter: MemoryMeter | None = None
+        self._make_clock: Callable[[], Clock] = HostClock
         self._provisioner: Provisioner | None = None
         self._offloading: OffloadService | None = None
         self._model: nn.Module | None = None
@@ -70,6 +83,7 @@ class FlexRuntime:
         self._pending: list[MicroBatch] = []
         self._running: MicroBatch | None = None
         self._is_window_open = False
+        self._whereabouts = Whereabouts()
         self._num_micro_batches = 0
         self._has_warned = False
 
@@ -92,7 +106,7 @@ class FlexRuntime:
         """The run so far in a few figures."""
         from flex_trainer.reports import summarize
 
-        return summarize(self.records, self.limit_bytes)
+        return summarize(self.records, self.limit_bytes, self.retries)
 
     def report(self, path: str | Path) -> Path:
         """Write the self-contained HTML report of all micro-batches so far and return its path.
@@ -108,7 +122,7 @@ class FlexRuntime:
             "Strategies": ", ".join(self.config.strategies) or "none",
             "Memory limit": format_bytes(self.limit_bytes),
         }
-        write_report(Path(path), self.records, self.limit_bytes, info)
+        write_report(Path(path), self.records, self.limit_bytes, info, self.retries)
         return Path(path)
 
     # Attaching
@@ -130,6 +144,7 @@ class FlexRuntime:
         model_map = discover(model)
         self._device = self._device or next(model.parameters()).device
         self._meter = self._meter or meter_for(self._device)
+        self._make_clock = clocks_for(self._device)
         if self._device.type == "cpu":
             return_freed_memory()
         if self._offloading is None or self._provisioner is None:
@@ -205,11 +220,17 @@ class FlexRuntime:
         assert self._provisioner is not None and self._meter is not None and self._offloading is not None
         self._finish()  # of a backward that was run outside of `backward()`
         self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_abandoned])
-        if not self._pending or not self._is_window_open:
-            self._meter.start_window()
-            self._is_window_open = True
+        self._whereabouts.at = Place("planning", "the model")
         try:
-            micro_batch = self._running = self._begin(shape_of(args, kwargs))
+            shape = shape_of(args, kwargs)
+            # Before the window: what a trace needs is no part of the micro-batch's peak.
+            traced_seconds = self._provisioner.prepare(shape, args, kwargs)
+            if not self._pending or not self._is_window_open:
+                self._meter.start_window()
+                self._is_window_open = True
+            micro_batch = self._running = self._begin(shape)
+            micro_batch.traced_seconds = traced_seconds
+            self._whereabouts.at = Place("forward", OUTSIDE)
             assert micro_batch.scope is not None
             with micro_batch.scope.open():
                 yield
@@ -223,11 +244,13 @@ class FlexRuntime:
             self._offloading.settle()
         micro_batch.end_forward()
         self._provisioner.commit(micro_batch)
+        for earlier in self._pending:
+            earlier.is_covered = True
         self._pending.append(micro_batch)
 
     def _begin(self, shape: BatchShape) -> MicroBatch:
         assert self._provisioner is not None and self._meter is not None and self._model is not None
-        assert self._offloading is not None and self._device is not None
+        assert self._offloading is not None
         started = time.perf_counter()
         micro_batch = self._provisioner.begin(shape)
         micro_batch.number = self._num_micro_batches
@@ -242,7 +265,8 @@ class FlexRuntime:
             store=self._offloading.store,
             quantize_dtype=getattr(torch, self.config.quantize_dtype),
             on_memory=self._meter.sample,
-            clock=clock_for(self._device),
+            clock=self._make_clock(),
+            whereabouts=self._whereabouts,
         )
         return micro_batch
 
@@ -263,6 +287,7 @@ class FlexRuntime:
             self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_backward_done])
             self._end_window()
             raise
+        self._whereabouts.at = None
         self._finish()
 
     def _finish(self) -> None:
@@ -302,6 +327,62 @@ class FlexRuntime:
             self._provisioner.forget(micro_batch)
             micro_batch.scope = None
         self._pending = [micro_batch for micro_batch in self._pending if micro_batch.number not in numbers]
+
+    # Taking a step back (transaction.py)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is managed."""
+        assert self._model is not None, "after attach"
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the activations live."""
+        assert self._device is not None, "after attach"
+        return self._device
+
+    @property
+    def place(self) -> Place | None:
+        """What ran last; when something has failed, what failed."""
+        return self._whereabouts.at
+
+    @property
+    def margin_bytes(self) -> int:
+        """Bytes kept free since an allocation failed."""
+        return self._provisioner.margin_bytes if self._provisioner is not None else 0
+
+    def shortage(self, requested_bytes: int) -> str:
+        """What the device's allocator says of a request that has just failed; "" where it says nothing."""
+        return self._meter.shortage(requested_bytes) if self._meter is not None else ""
+
+    def mark(self) -> Mark:
+        """How far the run has come: for `take_back`."""
+        return Mark(self.step, self._num_micro_batches, len(self.records))
+
+    def take_back(self, mark: Mark) -> None:
+        """Forget every micro-batch since `mark`, and give the memory of what has failed back."""
+        self._forget(self._pending)
+        self._end_window()
+        self.step, self._num_micro_batches = mark.step, mark.num_micro_batches
+        del self.records[mark.num_records :]
+        gc.collect()  # people's own code may have made cycles that hold tensors
+        if self._offloading is not None:
+            self._offloading.settle()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            return_freed_memory()
+
+    def tighten(self, attempt: int, requested_bytes: int) -> None:
+        """Plan with less memory; see `Provisioner.tighten`."""
+        assert self._provisioner is not None
+        self._provisioner.tighten(attempt, requested_bytes)
+
+    def loosen(self) -> None:
+        """The step has been run, or given up."""
+        if self._provisioner is not None:
+            self._provisioner.loosen()
 
     def _end_window(self) -> None:
         if self._is_window_open and self._meter is not None:

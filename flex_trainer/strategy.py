@@ -18,6 +18,9 @@ class Strategy(Enum):
 LEAST_MOVED_BYTES = 16 * 1024
 """Smaller storages are neither offloaded nor quantised: that costs more than it frees."""
 
+WORTHWHILE = 0.75
+"""Codes and scales that take more than this share of the original are not worth their error."""
+
 _NEVER_QUANTIZED = frozenset({"router", "lm_head", "loss"})
 
 

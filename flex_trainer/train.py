@@ -53,6 +53,7 @@ def run(recipe: Recipe) -> FlexTrainer:
     # Step 1: check all that can be checked before anything is loaded.
     _take_one_gpu(recipe, console)
     check_recipe(recipe)
+    _refuse_parallelism(recipe)
     _refuse_sharding()
     _note_processes(recipe, console)
     args = training_arguments(recipe)
@@ -111,6 +112,17 @@ def _take_one_gpu(recipe: Recipe, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _refuse_parallelism(recipe: Recipe) -> None:
+    """Plans know sharded weights, spread experts and stages already; training does not."""
+    for axis, value in recipe.parallel.sizes.items():
+        if value != 1:
+            raise UserError(
+                f"{recipe.path.name}: parallel: {axis}={value} is not available: recipes with FSDP, expert or pipeline "
+                "parallelism cannot be trained in this version yet, only planned (flex-trainer plan); set it to 1 "
+                "(data parallelism comes from the accelerate section)"
+            )
 
 
 def _refuse_sharding() -> None:
@@ -191,7 +203,7 @@ def _report(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:
     if recipe.report.html is not None:
         path = trainer.flex.report(recipe.output_dir / recipe.report.html)
         console.print(f"Report: {path}", highlight=False, soft_wrap=True)
-    console.print(summary_table(trainer.flex.records, trainer.flex.limit_bytes))
+    console.print(summary_table(trainer.flex.records, trainer.flex.limit_bytes, trainer.flex.retries))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
     trainer.flex.report("report.html")
 
 The Trainer is left alone: its loop, its loss, its accumulation. The runtime is attached to the model when the first
-training step begins (the model is in its final form then) and detached when training ends.
+training step begins (the model is in its final form then) and detached when training ends. Where an allocation fails
+all the same, the optimizer step is taken back and its micro-batches run again in less memory (transaction.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.plugin import FlexPlugin
 from flex_trainer.runtime import FlexRuntime
+from flex_trainer.snapshot import Bookkeeping
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer  # what the mixin is mixed into
@@ -40,7 +42,8 @@ class FlexTrainerMixin(_TrainerBase):
     def __init__(self, *args: Any, flex: FlexConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse_arguments(self.args)
-        self._plugin = FlexPlugin(flex)
+        # Trainers count things in their loss (TRL's metrics, for one): a micro-batch that runs twice counts once.
+        self._plugin = FlexPlugin(flex, remember=(lambda: Bookkeeping(self),))
         self._memory_callback = FlexMemoryCallback(self.flex)
         self.add_callback(self._memory_callback)
         use_flex_progress(self, self.flex)
@@ -66,7 +69,7 @@ class FlexTrainerMixin(_TrainerBase):
         if not self._plugin.is_attached:
             self._plugin.attach(self.accelerator, model)
         self.flex.step = self.state.global_step
-        return super().training_step(model, *args, **kwargs)
+        return self._plugin.run(super().training_step, model, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         # Into the Trainer's own call, so that every tracker has the values in the row of the loss.

@@ -24,6 +24,12 @@ def attached(model: PreTrainedModel, config: FlexConfig | None = None) -> FlexRu
     return runtime
 
 
+def without_forecast(runtime: FlexRuntime) -> None:
+    """Let sizes be learnt from real micro-batches, as for a model that cannot be traced on shapes alone."""
+    assert runtime._provisioner is not None
+    runtime._provisioner._forecast.refusal = "switched off by the test"
+
+
 def detach_all() -> None:
     """Give back what a test has attached, also one that failed."""
     while _attached:

@@ -1,14 +1,16 @@
-"""The step benchmark: its arithmetic, on made-up runs; and that one side really trains."""
+"""The benchmarks step and survive: their arithmetic, on made-up runs; and that their parts really train."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 from typing import Any
 
 import pytest
 
 from flex_trainer import bench
-from flex_trainer.bench import step
+from flex_trainer.bench import step, survive, survive_child
 from flex_trainer.bench.child import varied_lengths
 from flex_trainer.bench.shapes import REFERENCE
 from flex_trainer.testing.processes import SubprocessResult, run_in_subprocess
@@ -116,3 +118,47 @@ def test_a_side_trains_in_its_own_process(side: str) -> None:
     assert len(result.value["losses"]) == len(result.value["seconds"]) == 2
     assert all(4.0 < loss < 8.0 for loss in result.value["losses"])
     assert len(result.value.get("records", ())) == (2 if side == "flex" else 0)
+
+
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_every_benchmark_is_found_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(f"flex_trainer.bench.{name}")
+    assert list(inspect.signature(module.measure).parameters) == ["is_quick"]
+    monkeypatch.setattr(module, "measure", lambda is_quick: ({"is_quick": is_quick}, {}, {}))
+    result = bench.run(name, quick=True)
+    assert (result["name"], result["figures"]) == (name, {"is_quick": True})
+
+
+def test_survive_runs() -> None:
+    """The quick benchmark, with fewer micro-batches still."""
+    sides = [
+        survive_child.random_micro_batches(num_runs=1, num_per_run=2, is_flex=is_flex) for is_flex in (False, True)
+    ]
+    assert sides[0]["losses"] == sides[1]["losses"] and len(sides[1]["losses"]) == 3
+    assert (sides[1]["num_over"], sides[1]["live_bytes"]) == (0, 0)
+    assert survive_child.injected_failures(where="backward", num_points=1) == {"num_points": 1, "num_unequal": 0}
+
+
+def test_survive_counts_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = {"losses": [1.0, 2.0], "num_over": 0, "live_bytes": 0, "num_spikes": 1, "num_retries": 0}
+    changes: dict[str, Any] = {}
+
+    def run(function: str, arguments: dict[str, Any], timeout_s: float) -> SubprocessResult:
+        if "where" in arguments:
+            value: Any = {"num_points": 1, "num_unequal": changes.get("num_unequal", 0)}
+        else:
+            value = {**side, **(changes if arguments["is_flex"] else {})}
+        has_died = changes.get("dies") == arguments.get("where", arguments.get("is_flex"))
+        return SubprocessResult(None if has_died else value, int(has_died), 0, "", "", "")
+
+    monkeypatch.setattr(survive, "run_in_subprocess", run)
+    assert survive.measure(is_quick=True)[2] == {"4": True, "5": True}
+    for changes, meets in (
+        ({"losses": [1.0, 2.5]}, {"4": False, "5": True}),
+        ({"num_over": 1}, {"4": False, "5": True}),
+        ({"live_bytes": 8}, {"4": False, "5": True}),
+        ({"dies": True}, {"4": False, "5": True}),
+        ({"num_unequal": 1}, {"4": True, "5": False}),
+        ({"dies": "recovery"}, {"4": True, "5": False}),
+    ):
+        assert survive.measure(is_quick=True)[2] == meets, changes

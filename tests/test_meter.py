@@ -102,3 +102,21 @@ def test_a_hard_limit_counts_where_it_is_nearer() -> None:
     assert abs(result.value["without"] - 1000 * MIB) < 8 * MIB
     assert abs(result.value["capped"] - 100 * MIB) < 8 * MIB
     assert 0.8 * 100 * MIB < result.value["total"] <= 100 * MIB
+
+
+def test_samples_are_a_millisecond_apart_and_the_peak_looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = ProcessMeter()
+    meter.start_window()
+    meter.end_window()  # the thread that samples rests
+    time.sleep(0.02)
+    readings = iter(range(10**9, 2 * 10**9))
+    monkeypatch.setattr(meter, "in_use_bytes", lambda: next(readings))
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9)
+    for _ in range(100):
+        meter.sample()
+    assert meter._window_peak == 10**9, "one reading for all of them"
+    meter._note()
+    assert meter._window_peak == 10**9 + 1
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9 + 0.002)
+    meter.sample()
+    assert meter._window_peak == 10**9 + 2

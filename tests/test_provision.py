@@ -15,6 +15,7 @@ from flex_trainer.provision import MemoryLimitError, Provisioner
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
+from tests.runtime_steps import without_forecast
 
 
 class Session:
@@ -56,8 +57,9 @@ def session(request: pytest.FixtureRequest) -> Any:
 AMPLE = FlexConfig(BASE_BYTES + 50_000_000)
 
 
-def test_unknown_shapes_and_kinds_are_profiled(session: Any) -> None:
+def test_unknown_shapes_and_kinds_are_profiled_where_they_cannot_be_traced(session: Any) -> None:
     run = session(AMPLE)
+    without_forecast(run.runtime)
     kinds = [
         run.step(64),  # never seen
         run.step(64),
@@ -125,6 +127,7 @@ def test_too_low_for_a_longer_batch_names_it(session: Any) -> None:
 
 def test_watching_alone_never_refuses_what_has_run(session: Any) -> None:
     run = session(FlexConfig(BASE_BYTES + 1_000_000, strategies=()))
+    without_forecast(run.runtime)
     records = [run.step(64) for _ in range(3)]
     assert [record.is_profile for record in records] == [True, False, False]
     for record in records:
@@ -136,9 +139,17 @@ def test_watching_alone_never_refuses_to_start(session: Any) -> None:
     assert all(run.step(64).is_over_limit for _ in range(2))
 
 
+def test_too_low_for_everything_is_said_at_once_where_sizes_can_be_traced(session: Any) -> None:
+    run = session(FlexConfig(BASE_BYTES + 100_000, ("recompute",)))
+    with pytest.raises(MemoryLimitError, match=r"memory_limit=1100000 .* is too low for a micro-batch of 2 x 64"):
+        run.step(64)
+    assert run.runtime.records == [] and run.runtime._pending == []
+
+
 def test_too_low_for_everything_is_said_at_the_second_micro_batch(session: Any) -> None:
     """The first one, of unknown sizes, has survived: its backward is not made to fail."""
     run = session(FlexConfig(BASE_BYTES + 100_000, ("recompute",)))
+    without_forecast(run.runtime)
     assert run.step(64).is_over_limit
     with pytest.raises(
         MemoryLimitError, match=r"memory_limit=1100000 .* is too low for a micro-batch of 2 x 64 tokens"

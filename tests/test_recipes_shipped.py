@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from flex_trainer.recipe_yaml import read_yaml
 
 def test_what_ships() -> None:
     assert set(recipes.recipe_names()) >= {"demo", "glm4_moe_twin", "qwen3_30b_a3b_8gpu", "deepseek_v2_lite"}
+    assert set(recipes.recipe_names()) >= {"deepseek_v3_256gpu", "glm4_5_256gpu"}
     assert set(recipes.accelerate_names()) >= {"cpu_1proc", "cpu_2proc", "gpu_1proc", "gpu_8proc", "gpu_8proc_fsdp2"}
 
 
@@ -26,10 +28,12 @@ def test_recipe_is_valid_and_renders(name: str, tmp_path: Path) -> None:
     check_recipe(recipe)
     path = render_accelerate_config(recipe, tmp_path / "launch.yaml")
     settings = ClusterConfig.from_yaml_file(str(path))
-    assert settings.num_processes == (8 if name.endswith("8gpu") else 1)
+    num_gpus = re.search(r"_(\d+)gpu$", name)
+    assert settings.num_processes == (int(num_gpus.group(1)) if num_gpus else 1)
     # The comments at the top say how to start it.
     head = recipe.path.read_text().split("\nmodel:")[0]
-    assert f"flex_trainer.train {name}" in head or f"flex-trainer train {name}" in head
+    commands = ("flex_trainer.train", "flex-trainer train", "flex-trainer plan")
+    assert any(f"{command} {name}" in head for command in commands)
     assert all(line.startswith("#") for line in head.splitlines() if line)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.process_memory import enforce_process_limit, process_memory, reset_peak_rss, return_freed_memory
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.processes import run_in_subprocess
-from flex_trainer.testing.tiny import tiny_model
+from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES
 from tests.runtime_steps import (
     LIMIT_BYTES,
@@ -28,6 +29,7 @@ from tests.runtime_steps import (
     loss_of,
     plain_gradients,
     step,
+    without_forecast,
 )
 
 
@@ -52,6 +54,7 @@ def detached() -> Iterator[None]:
 
 def test_profiles_first_and_plans_then(model: PreTrainedModel) -> None:
     runtime = attached(model)
+    without_forecast(runtime)
     assert_equal(step(runtime, model), plain_gradients(0))
     assert_equal(step(runtime, model, 1), plain_gradients(1))
     first, second = runtime.records
@@ -92,6 +95,7 @@ def test_two_forwards_and_their_backwards_one_after_the_other(model: PreTrainedM
 
 def test_forward_without_backward_teaches_nothing(model: PreTrainedModel) -> None:
     runtime = attached(model)
+    without_forecast(runtime)
     for seed in range(3):
         loss_of(model, seed)  # under grad, and thrown away: scoring by somebody who forgot no_grad
     assert runtime.records == [] and len(runtime._pending) <= 1
@@ -351,3 +355,50 @@ def test_under_a_real_cap_plain_training_dies_and_flex_goes_on() -> None:
     assert value["flex_losses"] == value["losses"] * 2
     assert all(freed > 0 for freed in value["freed"])
     assert max(value["peaks"]) <= value["limit_bytes"] + 8 * 2**20  # pages of files come on top of the cap
+
+
+def test_a_trace_is_no_part_of_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its time nor its memory: it ends before the window, the plan and the clock begin."""
+    runtime = attached(tiny_model("mixtral"))
+    provisioner, meter = runtime._provisioner, runtime._meter
+    assert provisioner is not None and meter is not None
+    prepare, start_window = provisioner.prepare, meter.start_window
+    order: list[str] = []
+
+    def slow(*args: Any) -> float:
+        seconds = prepare(*args)
+        order.append("trace")
+        time.sleep(1.0)
+        return seconds + 1.0
+
+    monkeypatch.setattr(provisioner, "prepare", slow)
+    monkeypatch.setattr(meter, "start_window", lambda: (order.append("window"), start_window()))
+    loss = runtime.model(**tiny_batch(runtime.model, 1, 16)).loss
+    with runtime.backward():
+        loss.backward()
+    record = runtime.records[-1]
+    assert order == ["trace", "window"]
+    assert record.trace_ms >= 1000
+    assert record.plan_ms < 1000 and record.step_ms < 1000
+
+
+def test_copies_on_their_way_are_no_reason_to_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sources are held for a moment, and the plan does not count them."""
+    from flex_trainer.offloading import OffloadService
+
+    for in_flight_bytes in (0, 5_000_000):
+        runtime = attached(tiny_model("mixtral"), FlexConfig(LIMIT_BYTES * 10))
+        revise = runtime._provisioner.revise  # type: ignore[union-attr]
+        monkeypatch.setattr(OffloadService, "in_flight_bytes", property(lambda _, num=in_flight_bytes: num))
+
+        def with_more_held(micro_batch: Any, site: Any, num_rows: int, revise: Any = revise) -> None:
+            micro_batch.ledger.hold(5_000_000)
+            revise(micro_batch, site, 0)
+            micro_batch.ledger.release(5_000_000)
+
+        monkeypatch.setattr(runtime._provisioner, "revise", with_more_held)
+        loss = loss_of(runtime.model)  # type: ignore[arg-type]
+        with runtime.backward():
+            loss.backward()
+        assert bool(runtime.records[-1].num_replans) == (in_flight_bytes == 0)
+        runtime.detach()

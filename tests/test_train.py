@@ -121,6 +121,8 @@ def test_fsdp_is_refused_before_weights_are_loaded(tiny: str, monkeypatch: pytes
         (["tiny.yaml", "training.max_step=4"], "did you mean 'max_steps'"),
         (["tiny.yaml", "accelerate=gpu_9proc"], "no shipped configuration is called 'gpu_9proc'"),
         (["tiny.yaml", "data={files: [empty.txt]}"], "yields nothing to train on"),
+        (["tiny.yaml", "parallel.ep=2"], "tiny.yaml: parallel: ep=2 is not available"),
+        (["tiny.yaml", "parallel.fsdp=8"], "tiny.yaml: parallel: fsdp=8 is not available"),
     ],
 )
 def test_mistakes_are_one_line(tiny: str, arguments: list[str], message: str, tmp_path: Path, capsys) -> None:

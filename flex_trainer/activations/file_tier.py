@@ -10,6 +10,7 @@ import errno
 import os
 import tempfile
 import threading
+import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,9 @@ class _Job:
     def wait(self) -> None:
         self._future.result()
 
+    def release(self) -> None:
+        self.wait()
+
 
 class FileTier:
     """Keeps offloaded storages in a temporary file of `directory` (the system's own when None).
@@ -53,6 +57,7 @@ class FileTier:
                 f"offload_to={str(self._directory)!r} cannot be used ({error.strerror}); give a directory that exists "
                 "and that this user may write to, or 'host'"
             ) from error
+        weakref.finalize(self, self._file.close)  # copies on their way keep the tier alive
         self._free: list[tuple[int, int]] = []  # (offset, bytes), sorted, never adjacent
         # A value may die inside any allocation, also one of ours: freeing only notes the place.
         self._freed: deque[tuple[int, int]] = deque()

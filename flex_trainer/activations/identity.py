@@ -6,22 +6,22 @@ storage can have the same header address. That makes `(header address, weak refe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
+_STRIDED = torch.strided
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """The address of the tensor's storage header."""
     return tensor.untyped_storage()._cdata
-
-
-def storage_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -31,8 +31,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     than they show), and inference tensors (which count no versions).
     """
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.layout == torch.strided
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout is _STRIDED
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
     )
 
@@ -42,24 +42,40 @@ class StorageTable(Generic[T]):
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, T]] = {}
+        self._watched: dict[int, None] = {}  # what a sweep looks at
 
-    def get(self, tensor: torch.Tensor) -> T | None:
-        entry = self._entries.get(storage_key(tensor))
+    def get(self, storage: torch.UntypedStorage) -> T | None:
+        entry = self._entries.get(storage._cdata)
         return None if entry is None else entry[1]
 
-    def put(self, tensor: torch.Tensor, item: T) -> T:
-        storage = tensor.untyped_storage()
-        self._entries[storage._cdata] = (StorageWeakRef(storage), item)
+    def put(self, storage: torch.UntypedStorage, item: T) -> T:
+        key = storage._cdata
+        self._entries[key] = (StorageWeakRef(storage), item)
+        self._watched[key] = None
         return item
 
-    def sweep(self) -> None:
-        """Forget storages that died: what was known of them must not keep other tensors alive."""
-        dead = [key for key, (reference, _) in self._entries.items() if reference.expired()]
-        for key in dead:
-            del self._entries[key]
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Have sweeps look at this storage again: what is known of it keeps tensors alive now."""
+        self._watched[storage._cdata] = None
+
+    def sweep(self, is_light: Callable[[T], bool]) -> None:
+        """Forget storages that died: what was known of them must not keep other tensors alive.
+
+        Survivors of which only what `is_light` is known keep nothing alive, so they need not be looked at again: a
+        model's last layer would otherwise pay for the storages of all layers before it.
+        """
+        watched: dict[int, None] = {}
+        for key in self._watched:
+            reference, item = self._entries[key]
+            if reference.expired():
+                del self._entries[key]
+            elif not is_light(item):
+                watched[key] = None
+        self._watched = watched
 
     def clear(self) -> None:
         self._entries.clear()
+        self._watched.clear()
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -14,11 +14,10 @@ import math
 import torch
 
 from flex_trainer.activations.ledger import Ledger
+from flex_trainer.strategy import WORTHWHILE
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _SMALLEST_SCALE = 1e-30
-_WORTHWHILE = 0.75
-"""Codes and scales that take more than this share of the original are not worth their error."""
 
 
 class QuantizedValue:
@@ -42,7 +41,7 @@ class QuantizedValue:
             return False
         rows = _rows(tensor)
         code_bytes, scale_bytes = rows.numel(), 4 * rows.shape[0]
-        is_smaller = code_bytes + scale_bytes <= _WORTHWHILE * rows.numel() * rows.element_size()
+        is_smaller = code_bytes + scale_bytes <= WORTHWHILE * rows.numel() * rows.element_size()
         return is_smaller and bool(torch.isfinite(rows).all())
 
     def read(self) -> torch.Tensor:
@@ -60,6 +59,13 @@ class QuantizedValue:
             self._ledger.release(self.num_bytes)
             if self._value is not None:
                 self._ledger.recover(-self._original[1])
+
+
+def num_rows(tensor: torch.Tensor) -> int:
+    """Rows that the tensor's storage is quantised in; 0 where its kind is not quantised."""
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or tensor.numel() == 0:
+        return 0
+    return _rows(tensor).shape[0]
 
 
 def quantize_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +88,10 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     row of both halves when the tensor is one half of a wider one.
     """
     num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if tensor.dim() > 1 and tensor.size(-1) == 1:
+        # One number for each token, as the inverse deviation of a norm: the tokens beside it have nothing to do with
+        # it, and those of padding may be a thousand times as large.
+        return tensor.detach().as_strided((num_elements, 1), (1, 1), 0)
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride > 1]
     row_elements = math.gcd(num_elements, min(strides, default=num_elements))
     return tensor.detach().as_strided((num_elements // row_elements, row_elements), (row_elements, 1), 0)

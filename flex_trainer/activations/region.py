@@ -2,9 +2,10 @@
 
     forward    region R runs under pack hooks. What it saves is numbered 0, 1, 2, ... and dropped; its outputs are
                remembered by storage, so that a later operator which saves one of them gets "output k of R, this view".
-    backward   the first value that is asked for replays R from its inputs, under the RNG and autocast state of the
-               first run. The n-th tensor the replay saves fills the n-th slot; the k-th output fills the slot of output
-               k. Slots nobody holds any more are skipped, and the replay stops once the last needed one is full.
+    backward   the first value that is asked for replays R from its inputs, in the state of the first run (random
+               streams, autocast, what the module had in its attributes). The n-th tensor the replay saves fills the
+               n-th slot; the k-th output fills the slot of output k. Slots nobody holds any more are skipped, and the
+               replay stops once the last needed one is full.
 
 The inputs are packed values themselves: an input that was dropped too is recovered by replaying its region first. This
 is the paper's recompute (BaGuaLu-2, section IV-B) at the granularity of an operator.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flex_trainer.activations.context import ExecutionState, no_scope
+from flex_trainer.activations.hooks import InnerHooks
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.module_state import ModuleState
 from flex_trainer.activations.values import Packed, Slot, alive
@@ -52,10 +54,20 @@ class Region:
         leaves, self._spec = tree_flatten((args, kwargs))
         self._leaves = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
         self._module_state = None if module is None else ModuleState(module)
+        self._hooks = None if module is None else InnerHooks(module)
         self._state = ExecutionState.capture(_device_of(leaves))
         self._ledger = ledger
         self._inner: dict[int, weakref.ref[Slot]] = {}
         self._outputs: dict[int, weakref.ref[Slot]] = {}
+
+    def first_run(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
+        """A context for the first run. `num_saved`: how many tensors the region has saved so far."""
+        return nullcontext() if self._hooks is None else self._hooks.first_run(num_saved)
+
+    def note_first_run(self) -> None:
+        """The first run has ended."""
+        if self._module_state is not None:
+            self._module_state.note_first_run()
 
     def inner_slot(self, number: int) -> Slot:
         """A slot for the `number`-th tensor that the region saves."""
@@ -93,7 +105,15 @@ class Region:
             raise AssertionError("a replay's own graph never runs backward")
 
         module_state = nullcontext() if self._module_state is None else self._module_state.restored(self.name)
-        with module_state, no_scope(), self._state.restored(), torch.enable_grad(), saved_tensors_hooks(capture, never):
+        hooks = nullcontext() if self._hooks is None else self._hooks.replay()
+        with (
+            module_state,
+            hooks,
+            no_scope(),
+            self._state.restored(),
+            torch.enable_grad(),
+            saved_tensors_hooks(capture, never),
+        ):
             try:
                 result = self._function(*args, **kwargs)
             except _ReplayDone:

@@ -18,14 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from flex_trainer.activations.clock import Clock, HostClock
 from flex_trainer.activations.context import current_scope, scope_is
-from flex_trainer.activations.identity import StorageTable, is_plain, storage_bytes, storage_key
+from flex_trainer.activations.identity import StorageTable, is_plain, storage_key
+from flex_trainer.activations.leaves import leaves_of, tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
-from flex_trainer.activations.quantize import QuantizedValue
+from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
+from flex_trainer.activations.quantize import QuantizedValue, num_rows
 from flex_trainer.activations.region import Region
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
 from flex_trainer.activations.values import (
@@ -55,6 +56,7 @@ class _Entry:
         "holding",
         "dropped_bytes",
         "is_counted",
+        "num_bytes",
         "owner",
         "pins",
         "region",
@@ -64,17 +66,27 @@ class _Entry:
         "version",
     )
 
-    def __init__(self, owner: int, strategy: Strategy, value: int, version: int) -> None:
+    def __init__(self, owner: int, strategy: Strategy, value: int, version: int, num_bytes: int) -> None:
         self.owner = owner
         self.strategy = strategy
         self.value = value
         self.version = version
+        self.num_bytes = num_bytes
         self.region: tuple[Region, int] | None = None  # (region, output index) when it is a recomputed output
         self.holding: weakref.ref[Holding] | None = None
         self.stored: weakref.ref[StoredValue] | None = None
         self.is_counted = False  # in the ledger's demand
         self.dropped_bytes = 0  # in the ledger's freed bytes, since a replay brings them back
         self.pins: list[weakref.ref[Any]] = []  # alive as long as anything packed of this storage is
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether autograd holds anything of this storage."""
+        return any(pin() is not None for pin in self.pins)
+
+
+def _keeps_nothing(entry: _Entry) -> bool:
+    return entry.region is None
 
 
 class Scope:
@@ -92,10 +104,12 @@ class Scope:
         min_mitigated_bytes: int = LEAST_MOVED_BYTES,
         on_memory: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         """`parameters`: tensors (parameters and buffers) that are only ever referred to. `modules`: by
         site name, for what a replay has to restore and check. `on_memory` is called at
-        points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward."""
+        points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward.
+        `whereabouts` is kept up to date for whoever has to say where something failed."""
         self.ledger = ledger
         self._trace = Trace()
         self._marks: list[tuple[int, Any, Any]] = []  # (call, start, end): times not read yet
@@ -108,9 +122,11 @@ class Scope:
         self._min_mitigated_bytes = min_mitigated_bytes
         self._on_memory = on_memory
         self._clock: Clock = clock or HostClock()
+        self._whereabouts = whereabouts or Whereabouts()
         self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
         self._table: StorageTable[_Entry] = StorageTable()
-        self._stack: list[int] = []
+        self._stack: list[int] = []  # calls that are running, innermost last,
+        self._between: list[Strategy] = []  # and what becomes of what is computed between their operators
         self._region: Region | None = None  # the region that is running, if any,
         self._region_call = -1  # and its call
         self._num_packs = 0  # in the running region
@@ -126,6 +142,7 @@ class Scope:
                 self.sweep()
                 self._table.clear()
                 self._stack.clear()
+                self._between.clear()
 
     @property
     def trace(self) -> Trace:
@@ -135,6 +152,11 @@ class Scope:
         self._marks.clear()
         return self._trace
 
+    @property
+    def calls(self) -> list[CallTrace]:
+        """The calls so far, without their times: nothing is waited for."""
+        return self._trace.calls
+
     # Running operators
 
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,17 +164,19 @@ class Scope:
         current scope (in a replay, for one)."""
         if current_scope() is not self:
             return function(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         call = CallTrace(site, parent=self._stack[-1] if self._stack else -1)
-        for tensor in tensors:
+        for tensor in tensors_of(args, kwargs):
             entry = self._entry(tensor)
             if entry is not None:
                 call.inputs.append(entry.value)
         index = len(self._trace.calls)
         self._trace.calls.append(call)
-        strategy = self._strategy_of(site)
+        chosen = self._choices.strategy(site)
+        strategy = self._strategy_now(site, chosen)
         outer_region = self._region, self._region_call
         self._stack.append(index)
+        self._between.append(Strategy.KEEP if chosen is Strategy.RECOMPUTE else chosen)
+        self._whereabouts.at = Place("forward", site.name)
         start = self._clock.mark()
         try:
             if strategy is Strategy.RECOMPUTE:
@@ -162,29 +186,32 @@ class Scope:
         finally:
             self._marks.append((index, start, self._clock.mark()))
             self._stack.pop()
+            self._between.pop()
             self._region, self._region_call = outer_region
         self._note_outputs(index, strategy, result, region)
+        self._whereabouts.at = Place("forward", self._name())
         self._on_memory()
         return result
 
-    def _strategy_of(self, site: Site) -> Strategy:
+    def _strategy_now(self, site: Site, chosen: Strategy) -> Strategy:
         """What really happens at this site now: nothing inside a running region, and only what the site allows."""
         if self._region is not None or not torch.is_grad_enabled():
             return Strategy.KEEP
-        strategy = self._choices.strategy(site)
-        return Strategy.KEEP if strategy is Strategy.RECOMPUTE and not site.is_replayable else strategy
+        return Strategy.KEEP if chosen is Strategy.RECOMPUTE and not site.is_replayable else chosen
 
     def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
         name = self._trace.calls[index].site.name
         # Parts of a module that are no modules themselves (the attention core) have its name in front.
-        module = self._modules.get(name) or self._modules.get(name.rpartition(".")[0])
+        # Not "or": the truth of a compiled module is that of its length, which it may not have.
+        module = self._modules.get(name, self._modules.get(name.rpartition(".")[0]))
         region = Region(name, function, args, kwargs, self._pack_input, self.ledger, module)
         self._region, self._region_call = region, index
         self._num_packs = 0
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+        inputs = [tensor for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
         versions = [tensor._version for tensor in inputs]
-        with saved_tensors_hooks(self._pack_inner, self._unpack):
+        with saved_tensors_hooks(self._pack_inner, self._unpack), region.first_run(lambda: self._num_packs):
             result = function(*args, **kwargs)
+        region.note_first_run()
         if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
             raise RuntimeError(
                 f"{name} changes one of its inputs in place, so it cannot be run a second time in backward. Use the "
@@ -194,17 +221,21 @@ class Scope:
 
     def _note_outputs(self, index: int, strategy: Strategy, result: Any, region: Region | None) -> None:
         call = self._trace.calls[index]
-        for number, leaf in enumerate(tree_leaves(result)):
-            if not isinstance(leaf, torch.Tensor) or not is_plain(leaf) or storage_key(leaf) in self._parameters:
+        for number, leaf in enumerate(leaves_of(result)):
+            if not isinstance(leaf, torch.Tensor) or not is_plain(leaf):
                 continue
-            entry = self._table.get(leaf)
+            storage = leaf.untyped_storage()
+            if storage._cdata in self._parameters:
+                continue
+            entry = self._table.get(storage)
             if entry is None:
-                entry = self._new_entry(leaf, index, strategy)
+                entry = self._new_entry(leaf, storage, index, strategy)
             elif entry.owner != index and not self._is_inside(entry.owner, index):
                 continue  # an input handed through: its producer governs it
-            call.output_bytes += storage_bytes(leaf)
+            call.output_bytes += entry.num_bytes
             if region is not None and entry.region is None and entry.holding is None:
                 entry.region, entry.version = (region, number), leaf._version
+                self._table.watch(storage)
 
     def _is_inside(self, inner: int, outer: int) -> bool:
         while inner > outer:
@@ -215,7 +246,7 @@ class Scope:
         """Forget dead storages (called when a layer ends), and savers on branches of the graph that died in forward,
         such as a router's unused scores."""
         for entry in self._fresh:
-            if not any(pin() is not None for pin in entry.pins):
+            if not entry.is_pinned:
                 value = self._trace.values[entry.value]
                 value.savers.clear()
                 entry.is_counted = False
@@ -223,24 +254,15 @@ class Scope:
                 self.ledger.freed("recompute", -entry.dropped_bytes)
                 entry.dropped_bytes = 0
         self._fresh.clear()
-        self._table.sweep()
-
-    @property
-    def inner_strategy(self) -> Strategy:
-        """Strategy of the innermost operator or block that is running."""
-        if not self._stack:
-            return Strategy.KEEP
-        strategy = self._choices.strategy(self._trace.calls[self._stack[-1]].site)
-        return Strategy.KEEP if strategy is Strategy.RECOMPUTE else strategy
+        self._table.sweep(_keeps_nothing)
 
     # Packing
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
         """Outside of recomputed regions."""
-        self.ledger.num_unmanaged += not is_plain(tensor)
         entry = self._entry(tensor)
         if entry is None:
-            return PackedReference(tensor.detach(), self._name())
+            return self._refer(tensor)
         self._count(entry, tensor)
         return self._hold(entry, tensor)
 
@@ -250,16 +272,15 @@ class Scope:
         self._num_packs += 1
         region = self._region
         assert region is not None
-        self.ledger.num_unmanaged += not is_plain(tensor)
-        known = self._table.get(tensor) if is_plain(tensor) else None
+        known = self._table.get(tensor.untyped_storage()) if is_plain(tensor) else None
         if known is not None and not self._is_inside(known.owner, self._region_call):
             self._count(known, tensor)
             return self._hold(known, tensor)  # an input of the region, or a value from before it
         entry = self._entry(tensor)
         if entry is None:
-            return PackedReference(tensor.detach(), self._name())
+            return self._refer(tensor)
         if not entry.is_counted:
-            self._drop(entry, tensor)
+            self._drop(entry)
         self._count(entry, tensor)
         slot = region.inner_slot(number)
         entry.pins.append(weakref.ref(slot))
@@ -272,9 +293,16 @@ class Scope:
             return PackedReference(tensor.detach(), self._name())
         return self._hold(entry, tensor)
 
+    def _refer(self, tensor: torch.Tensor) -> PackedReference:
+        """The packed form of a parameter, or of a tensor of a kind that is left alone."""
+        self.ledger.num_unmanaged += not is_plain(tensor)
+        return PackedReference(tensor.detach(), self._name())
+
     def _unpack(self, packed: Packed) -> torch.Tensor:
         self.was_used = True
+        self._whereabouts.at = Place("recovery", packed.name)
         tensor = packed.get()
+        self._whereabouts.at = Place("backward", packed.name)
         self._on_memory()
         return tensor
 
@@ -295,14 +323,14 @@ class Scope:
                 return PackedStored(stored, tensor, name)
         holding = alive(entry.holding)
         if holding is None:
-            holding = Holding(self.ledger, storage_bytes(tensor))
+            holding = Holding(self.ledger, entry.num_bytes)
             entry.holding = weakref.ref(holding)
             entry.pins.append(entry.holding)
         return PackedKept(tensor.detach(), holding, name)
 
     def _put(self, entry: _Entry, tensor: torch.Tensor) -> StoredValue | None:
         """Offload or quantise the storage, unless it is too small, already held as it is, or of the wrong kind."""
-        if storage_bytes(tensor) < self._min_mitigated_bytes or alive(entry.holding) is not None:
+        if entry.num_bytes < self._min_mitigated_bytes or alive(entry.holding) is not None:
             return None
         stored: StoredValue | None = None
         start = self._clock.mark()
@@ -318,19 +346,20 @@ class Scope:
 
     def _count(self, entry: _Entry, tensor: torch.Tensor) -> None:
         """Note that autograd saves this storage, once per storage in the ledger, once per saver in the trace."""
-        savers = self._trace.values[entry.value].savers
+        value = self._trace.values[entry.value]
         saver = self._stack[-1] if self._stack else -1
-        if not savers or savers[-1] != saver:
-            savers.append(saver)
+        if not value.savers or value.savers[-1] != saver:
+            value.savers.append(saver)
         if not entry.is_counted:
             entry.is_counted = True
+            value.num_rows = num_rows(tensor)
             self._fresh.append(entry)
-            self.ledger.demand(storage_bytes(tensor))
+            self.ledger.demand(entry.num_bytes)
             if entry.region is not None and entry.version == tensor._version:
-                self._drop(entry, tensor)
+                self._drop(entry)
 
-    def _drop(self, entry: _Entry, tensor: torch.Tensor) -> None:
-        entry.dropped_bytes = storage_bytes(tensor)
+    def _drop(self, entry: _Entry) -> None:
+        entry.dropped_bytes = entry.num_bytes
         self.ledger.freed("recompute", entry.dropped_bytes)
 
     # Identity
@@ -339,20 +368,24 @@ class Scope:
         """What is known of the tensor's storage; None for parameters and for kinds of tensors left alone."""
         if not is_plain(tensor):
             return None
-        if storage_key(tensor) in self._parameters:
+        storage = tensor.untyped_storage()
+        entry = self._table.get(storage)
+        if entry is not None:
+            return entry
+        if storage._cdata in self._parameters:
             return None
-        entry = self._table.get(tensor)
-        if entry is None:
-            entry = self._new_entry(tensor, self._stack[-1] if self._stack else -1, self.inner_strategy)
-        return entry
+        if not self._stack:
+            return self._new_entry(tensor, storage, -1, Strategy.KEEP)
+        return self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
 
-    def _new_entry(self, tensor: torch.Tensor, owner: int, strategy: Strategy) -> _Entry:
-        self._trace.values.append(ValueTrace(owner, storage_bytes(tensor), tensor.element_size()))
-        entry = _Entry(owner, strategy, len(self._trace.values) - 1, tensor._version)
-        return self._table.put(tensor, entry)
+    def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> _Entry:
+        num_bytes = storage.nbytes()
+        self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size()))
+        entry = _Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
+        return self._table.put(storage, entry)
 
     def _name(self) -> str:
-        return self._trace.calls[self._stack[-1]].site.name if self._stack else "the model, outside of its layers"
+        return self._trace.calls[self._stack[-1]].site.name if self._stack else OUTSIDE
 
     def _owner_name(self, entry: _Entry) -> str:
-        return self._trace.calls[entry.owner].site.name if entry.owner >= 0 else "the model, outside of its layers"
+        return self._trace.calls[entry.owner].site.name if entry.owner >= 0 else OUTSIDE

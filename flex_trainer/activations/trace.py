@@ -20,6 +20,26 @@ class ValueTrace:
     element_bytes: int = 1
     savers: list[int] = field(default_factory=list)
     """Calls whose autograd nodes save it."""
+    num_rows: int = 0
+    """Rows that it is quantised in, each with a scale of its own; 0: not a kind that is quantised."""
+
+
+@dataclass
+class Work:
+    """What one run of an operator does, inner operators left out; known from a symbolic trace only."""
+
+    flops: float = 0.0
+    """Floating-point operations of its forward."""
+    moved_bytes: float = 0.0
+    """Bytes its forward reads and writes."""
+    backward_flops: float = 0.0
+    backward_moved_bytes: float = 0.0
+    forward_transient_bytes: int = 0
+    """Most bytes alive in its forward on top of what autograd holds."""
+    backward_transient_bytes: int = 0
+    """The same in its backward, gradients of parameters left out once they are whole."""
+    gradient_bytes: int = 0
+    """Gradients of parameters that its backward leaves behind."""
 
 
 @dataclass
@@ -34,6 +54,7 @@ class CallTrace:
     seconds: float = 0.0
     """Forward time, inner operators included."""
     output_bytes: int = 0
+    work: Work | None = None
 
 
 @dataclass
@@ -42,3 +63,5 @@ class Trace:
 
     calls: list[CallTrace] = field(default_factory=list)
     values: list[ValueTrace] = field(default_factory=list)
+    is_symbolic: bool = False
+    """Made on shapes alone: sizes and work are right, and the seconds are at best an estimate."""

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class Packed(Protocol):
     """A saved tensor in some form."""
 
+    name: str
+    """The operator it belongs to, for messages."""
+
     def get(self) -> torch.Tensor:
         """The tensor, bit for bit (quantised values: within their stated error)."""
         ...
@@ -47,32 +50,32 @@ class PackedReference:
     full again when backward asks for it.
     """
 
-    __slots__ = ("_name", "_tensor", "_version")
+    __slots__ = ("name", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self._tensor = tensor
         self._version = None if tensor.is_inference() else tensor._version
-        self._name = name
+        self.name = name
 
     def get(self) -> torch.Tensor:
         if self._version is not None:
-            _check_version(self._tensor, self._version, self._name)
+            _check_version(self._tensor, self._version, self.name)
         return self._tensor
 
 
 class PackedKept:
     """An activation that stays where it is."""
 
-    __slots__ = ("_holding", "_name", "_tensor", "_version")
+    __slots__ = ("_holding", "name", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, holding: Holding, name: str) -> None:
         self._tensor = tensor
         self._version = tensor._version
         self._holding = holding
-        self._name = name
+        self.name = name
 
     def get(self) -> torch.Tensor:
-        _check_version(self._tensor, self._version, self._name)
+        _check_version(self._tensor, self._version, self.name)
         return self._tensor
 
 
@@ -107,21 +110,21 @@ class Slot:
 class PackedInner:
     """A tensor saved inside a recomputed region: the n-th one that the replay saves."""
 
-    __slots__ = ("_dtype", "_name", "_shape", "_slot", "_watch")
+    __slots__ = ("_dtype", "name", "_shape", "_slot", "_watch")
 
     def __init__(self, slot: Slot, tensor: torch.Tensor, name: str) -> None:
         self._slot = slot
         self._shape = tensor.shape
         self._dtype = tensor.dtype
         self._watch = VersionWatch(tensor)
-        self._name = name
+        self.name = name
 
     def get(self) -> torch.Tensor:
-        self._watch.check(self._name)
+        self._watch.check(self.name)
         value = self._slot.read()
         if value.shape != self._shape or value.dtype != self._dtype:
             raise RuntimeError(
-                f"replaying {self._name} gave a {value.dtype} tensor of shape {tuple(value.shape)} where the first run"
+                f"replaying {self.name} gave a {value.dtype} tensor of shape {tuple(value.shape)} where the first run"
                 f" gave {self._dtype} {tuple(self._shape)}: the operator is not a function of its inputs. Leave"
                 " 'recompute' out of strategies."
             )
@@ -131,22 +134,22 @@ class PackedInner:
 class PackedOutput:
     """A tensor that lies in an output of a recomputed region."""
 
-    __slots__ = ("_name", "_slot", "_storage_bytes", "_view", "_watch")
+    __slots__ = ("name", "_slot", "_storage_bytes", "_view", "_watch")
 
     def __init__(self, slot: Slot, tensor: torch.Tensor, name: str) -> None:
         self._slot = slot
         self._view = View(tensor)
         self._storage_bytes = tensor.untyped_storage().nbytes()
         self._watch = VersionWatch(tensor)
-        self._name = name
+        self.name = name
 
     def get(self) -> torch.Tensor:
-        self._watch.check(self._name)
+        self._watch.check(self.name)
         value = self._slot.read()
         storage = value.untyped_storage()
         if storage.nbytes() != self._storage_bytes:
             raise RuntimeError(
-                f"replaying {self._name} gave {storage.nbytes()} bytes where the first run gave {self._storage_bytes}: "
+                f"replaying {self.name} gave {storage.nbytes()} bytes where the first run gave {self._storage_bytes}: "
                 "the operator is not a function of its inputs. Leave 'recompute' out of strategies."
             )
         return self._view.of(storage, value.device)
@@ -163,16 +166,16 @@ class StoredValue(Protocol):
 class PackedStored:
     """A tensor whose storage was offloaded or quantised."""
 
-    __slots__ = ("_name", "_stored", "_view", "_watch")
+    __slots__ = ("name", "_stored", "_view", "_watch")
 
     def __init__(self, stored: StoredValue, tensor: torch.Tensor, name: str) -> None:
         self._stored = stored
         self._view = View(tensor)
         self._watch = VersionWatch(tensor)
-        self._name = name
+        self.name = name
 
     def get(self) -> torch.Tensor:
-        self._watch.check(self._name)
+        self._watch.check(self.name)
         value = self._stored.read()
         return self._view.of(value.untyped_storage(), value.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from flex_trainer.config import nearest
 from flex_trainer.errors import UserError
 
-BENCHMARKS = ("step",)
+BENCHMARKS = ("step", "planner", "predict", "survive")
+"""Modules of this package; each has `measure(is_quick)`, which returns figures, bounds and which are met."""
 
 
 def run(name: str, quick: bool = False) -> dict[str, Any]:
@@ -27,9 +29,8 @@ def run(name: str, quick: bool = False) -> dict[str, Any]:
     """
     if name not in BENCHMARKS:
         raise UserError(f"there is no benchmark {name!r}; {nearest(name, BENCHMARKS)}")
-    from flex_trainer.bench import step
-
-    figures, bounds, meets = step.measure(quick)
+    module = importlib.import_module(f"{__name__}.{name}")
+    figures, bounds, meets = module.measure(quick)
     return {"name": name, "machine": machine(), "figures": figures, "bounds": bounds, "meets": meets}
 
 

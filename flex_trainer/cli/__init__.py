@@ -11,6 +11,8 @@ from flex_trainer import __version__
 from flex_trainer.cli.accelerate_config import accelerate_config
 from flex_trainer.cli.bench import bench
 from flex_trainer.cli.doctor import doctor
+from flex_trainer.cli.plan import plan
+from flex_trainer.cli.profile import profile
 from flex_trainer.cli.train import train
 from flex_trainer.errors import user_mistakes_as_one_line
 
@@ -22,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train)
+app.command("plan")(plan)
+app.command("profile")(profile)
 app.command("bench")(bench)
 app.command("doctor")(doctor)
 app.command("accelerate-config")(accelerate_config)

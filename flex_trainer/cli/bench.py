@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flex_trainer.bench import BENCHMARKS
 from flex_trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The benchmark, such as step.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"The benchmark: {', '.join(BENCHMARKS)}.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small and fast: shows that it runs.")] = False,
 ) -> None:

@@ -8,7 +8,9 @@ The rules are those of the engine (activations/scope.py), applied to data instea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flex_trainer.cost.graph import Operator, Segment
@@ -28,101 +30,239 @@ class SegmentCost:
     added_seconds: float
     """Time that the mitigations add to the step."""
     backward_bytes: int
-    """The most needed on top of what is held, at any time in the segment's backward: recovered values and gradients."""
+    """The most needed on top of what is held, at any time in the segment's backward: recovered values, gradients and
+    workspace, less what has been let go of by then."""
     forward_bytes: int
-    """The most needed on top of what is held while an operator runs forward."""
+    """The same while an operator runs forward: values that will be dropped or moved, and workspace."""
+    transient_bytes: int = 0
+    """The part of the larger of the two that is an estimate: `Rates.transient_factor` is in it."""
     offloaded_bytes: int = 0
     """In the lower tier until backward."""
     shared: frozenset[int] = frozenset()
     """Values outside of the layers that replays here need: indices into `ActivationGraph.shared_bytes`."""
 
+    @property
+    def on_top_bytes(self) -> int:
+        """Forward or backward, whichever needs more."""
+        return max(self.backward_bytes, self.forward_bytes)
+
 
 def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates) -> SegmentCost:
-    """Cost of a segment; `strategies` maps operator indices to mitigations (absent: keep)."""
-    operators, values = segment.operators, segment.values
+    """Cost of a segment; `strategies` maps operator indices to mitigations (absent: keep).
+
+    This is the reference for what a choice means. `cost/compiled.py` computes the same for many choices at once.
+    """
     regions = _regions(segment, strategies)
+    replays = _replays(segment, regions)
+    fates = [_fate(segment, index, strategies, regions, replays, rates) for index in range(len(segment.values))]
 
-    # Step 1: which values must be there in backward, and which regions are replayed at all.
-    needed = [False] * len(values)
-    is_live = [False] * len(operators)
-    last_saver = [-1] * len(operators)
-    for index, value in enumerate(values):
-        owner_region = regions[value.owner] if value.owner >= 0 else -1
-        for saver in value.savers:
-            saver_region = regions[saver] if saver >= 0 else -1
-            if saver_region >= 0 and owner_region == saver_region:
-                is_live[saver_region] = True
-                last_saver[saver_region] = max(last_saver[saver_region], saver)
-            else:
-                needed[index] = True
-    made_by_region: dict[int, list[int]] = {}
-    for index, value in enumerate(values):
-        if value.owner >= 0 and regions[value.owner] >= 0:
-            made_by_region.setdefault(regions[value.owner], []).append(index)
-    output_is_needed = [False] * len(operators)
-    shared: set[int] = set()
-    for index in range(len(operators) - 1, -1, -1):
-        if regions[index] != index:
-            continue
-        output_is_needed[index] = any(needed[value] for value in made_by_region.get(index, ()))
-        if is_live[index] or output_is_needed[index]:
-            is_live[index] = True
-            shared.update(operators[index].shared_inputs)
-            for value in operators[index].inputs:
-                needed[value] = True
-
-    # Step 2: bytes and seconds.
-    held_bytes = 0
-    offloaded_bytes = 0
-    added_seconds = 0.0
-    recovered_bytes: dict[int, int] = {}
-    for index, value in enumerate(values):
-        region = regions[value.owner] if value.owner >= 0 else -1
-        is_saved = bool(value.savers)
-        if region >= 0:
-            if needed[index] or is_saved:
-                unit = _unit(operators, region)
-                recovered_bytes[unit] = recovered_bytes.get(unit, 0) + value.num_bytes
-            continue
-        if not needed[index]:
-            continue
-        strategy = strategies.get(value.owner, Strategy.KEEP)
-        if rates.moves(strategy, value.num_bytes, value.element_bytes):
-            added_seconds += rates.moved(strategy, value.num_bytes)
-            unit = _unit(operators, value.owner)
-            recovered_bytes[unit] = recovered_bytes.get(unit, 0) + value.num_bytes
-            held_bytes += rates.left_bytes(strategy, value.num_bytes, value.element_bytes)
-            offloaded_bytes += value.num_bytes if strategy is Strategy.OFFLOAD else 0
-        else:
-            held_bytes += value.num_bytes
-    for index, operator in enumerate(operators):
-        if regions[index] == index and is_live[index]:
-            added_seconds += rates.replay_overhead_seconds + operator.seconds
-            if operator.site.is_block and not output_is_needed[index]:
-                added_seconds -= _unpaid_seconds(operators, index, last_saver[index])
-
-    # Step 3: what comes on top while operators run: the gradients of what goes in and out, and, where an operator is
-    # made of several (attention as plain matrix products), the gradient of its largest internal value and a copy on
-    # its way.
-    internal_bytes = [0] * len(operators)
-    for value in values:
-        if value.owner >= 0 and value.owner in value.savers:
-            internal_bytes[value.owner] = max(internal_bytes[value.owner], value.num_bytes)
-    gradient_bytes: dict[int, int] = {}
-    for index, operator in enumerate(operators):
-        if not operator.site.is_block:
-            unit = _unit(operators, index)
-            around_bytes = operator.input_bytes + operator.output_bytes + 2 * internal_bytes[index]
-            gradient_bytes[unit] = max(gradient_bytes.get(unit, 0), around_bytes)
-    units = recovered_bytes.keys() | gradient_bytes.keys()
+    held_bytes = offloaded_bytes = 0
+    added_seconds = _replay_seconds(segment, replays, rates)
+    for value, fate in zip(segment.values, fates, strict=True):
+        held_bytes += fate.held_bytes
+        if fate.moved is not None:
+            added_seconds += rates.moved(fate.moved, value.num_bytes)
+            offloaded_bytes += value.num_bytes if fate.moved is Strategy.OFFLOAD else 0
+    backward = _in_backward(segment, fates, rates.transient_factor)
+    forward = _in_forward(segment, fates, rates.transient_factor)
     return SegmentCost(
         held_bytes=held_bytes,
         added_seconds=added_seconds,
-        backward_bytes=max((recovered_bytes.get(unit, 0) + gradient_bytes.get(unit, 0) for unit in units), default=0),
-        forward_bytes=max((recovered_bytes.get(unit, 0) for unit in units), default=0),
+        backward_bytes=backward.num_bytes,
+        forward_bytes=forward.num_bytes,
+        transient_bytes=max(backward, forward, key=lambda point: point.num_bytes).transient_bytes,
         offloaded_bytes=offloaded_bytes,
-        shared=frozenset(shared),
+        shared=frozenset(value for region in replays.live for value in segment.operators[region].shared_inputs),
     )
+
+
+# Step 1: which values must be there in backward, and which regions are replayed at all
+
+
+@dataclass(frozen=True)
+class _Replays:
+    needed: list[bool]
+    """Values that backward, or a replay in it, asks for from outside of the region that makes them."""
+    live: list[int]
+    """Regions that are replayed."""
+    output_is_needed: set[int]
+    """Regions of which somebody outside needs a value: their replay runs to the end."""
+    last_saver: dict[int, int]
+    """By region: the last operator inside that saves what the region made."""
+
+
+def _replays(segment: Segment, regions: list[int]) -> _Replays:
+    needed = [False] * len(segment.values)
+    last_saver: dict[int, int] = {}
+    made_by: dict[int, list[int]] = {}
+    for index, value in enumerate(segment.values):
+        region = _region_of(regions, value.owner)
+        made_by.setdefault(region, []).append(index)
+        for saver in value.savers:
+            if region >= 0 and _region_of(regions, saver) == region:
+                last_saver[region] = max(last_saver.get(region, -1), saver)
+            else:
+                needed[index] = True
+    live: list[int] = []
+    output_is_needed: set[int] = set()
+    # Last region first: a replay needs what earlier ones make.
+    for region in sorted(set(regions) - {-1}, reverse=True):
+        if any(needed[value] for value in made_by.get(region, ())):
+            output_is_needed.add(region)
+        if region in last_saver or region in output_is_needed:
+            live.append(region)
+            for value in segment.operators[region].inputs:
+                needed[value] = True
+    return _Replays(needed, live, output_is_needed, last_saver)
+
+
+# Step 2: bytes and seconds
+
+
+@dataclass(frozen=True)
+class _Fate:
+    """What becomes of one value."""
+
+    held_bytes: int = 0
+    """Bytes of it that are held until backward."""
+    moved: Strategy | None = None
+    """It is offloaded or quantised."""
+    region: int = -1
+    """It is dropped, and this region's replay brings it back."""
+
+
+def _fate(
+    segment: Segment,
+    index: int,
+    strategies: Mapping[int, Strategy],
+    regions: list[int],
+    replays: _Replays,
+    rates: Rates,
+) -> _Fate:
+    value = segment.values[index]
+    region = _region_of(regions, value.owner)
+    if region >= 0:
+        return _Fate(region=region) if replays.needed[index] or value.savers else _Fate()
+    if not replays.needed[index]:
+        return _Fate()
+    strategy = strategies.get(value.owner, Strategy.KEEP)
+    if rates.moves(strategy, value):
+        return _Fate(rates.left_bytes(strategy, value), strategy)
+    return _Fate(value.num_bytes)
+
+
+def _replay_seconds(segment: Segment, replays: _Replays, rates: Rates) -> float:
+    seconds = 0.0
+    for region in replays.live:
+        operator = segment.operators[region]
+        seconds += rates.replay_overhead_seconds + operator.seconds
+        if operator.site.is_block and region not in replays.output_is_needed:
+            unpaid = unpaid_operators(segment.operators, region, replays.last_saver[region])
+            seconds -= sum(segment.operators[index].seconds for index in unpaid)
+    return seconds
+
+
+def unpaid_operators(operators: tuple[Operator, ...], region: int, last_saver: int) -> list[int]:
+    """Operators inside a block that its replay never reaches: it stops once all that was saved inside is there."""
+    return [
+        index
+        for index, operator in enumerate(operators[region + 1 :], start=region + 1)
+        if operator.parent == region
+        and (index > last_saver or (index == last_saver and operator.site.kind in _INPUT_SAVERS))
+    ]
+
+
+# Step 3: what comes on top while operators run
+
+
+@dataclass(frozen=True)
+class _Highest:
+    num_bytes: int
+    transient_bytes: int
+
+
+def _in_backward(segment: Segment, fates: list[_Fate], factor: float) -> _Highest:
+    """The highest point of the segment's backward."""
+    there, gone = _Spans(segment), _Spans(segment)
+    for index, (value, fate) in enumerate(zip(segment.values, fates, strict=True)):
+        first = segment.uses.first[index]
+        gone.add(0, first - 1, fate.held_bytes)
+        if fate.region >= 0 or fate.moved is not None:
+            since = segment.uses.replay_at[fate.region] if fate.region >= 0 else segment.uses.last[index]
+            there.add(min(first, since), since, value.num_bytes)
+    return _highest(backward_transients(segment), there, gone, factor)
+
+
+def _in_forward(segment: Segment, fates: list[_Fate], factor: float) -> _Highest:
+    """The highest point of the segment's forward, over the stack with all of the segment in it."""
+    there, gone = _Spans(segment), _Spans(segment)
+    for index, (value, fate) in enumerate(zip(segment.values, fates, strict=True)):
+        if value.owner < 0:
+            continue
+        gone.add(0, value.owner - 1, fate.held_bytes)
+        if fate.region >= 0 or fate.moved is not None:
+            there.add(value.owner, segment.uses.last_forward[index], value.num_bytes)
+    return _highest(forward_transients(segment), there, gone, factor)
+
+
+class _Spans:
+    """Bytes over the operators of a segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._steps = [0] * (len(segment.operators) + 1)
+
+    def add(self, first: int, last: int, num_bytes: int) -> None:
+        """From one operator to another, both included; none where the last comes first."""
+        if first <= last:
+            self._steps[first] += num_bytes
+            self._steps[last + 1] -= num_bytes
+
+    def heights(self) -> list[int]:
+        return list(itertools.accumulate(self._steps[:-1]))
+
+
+def _highest(transients: Sequence[int | None], there: _Spans, gone: _Spans, factor: float) -> _Highest:
+    highest = _Highest(0, 0)
+    for transient, back, free in zip(transients, there.heights(), gone.heights(), strict=True):
+        if transient is None:
+            continue
+        transient_bytes = factor * (transient + back)
+        if transient_bytes - free > highest.num_bytes:
+            highest = _Highest(ceil_bytes(transient_bytes - free), ceil_bytes(transient_bytes))
+    return highest
+
+
+def ceil_bytes(num_bytes: float) -> int:
+    """Whole bytes; what is a fraction only because of how floats are added is not rounded up."""
+    return math.ceil(num_bytes - 1e-3)
+
+
+def backward_transients(segment: Segment) -> list[int | None]:
+    """By operator: bytes on top of what is held and recovered in its backward; None: no point worth looking at.
+
+    Known from a symbolic trace, or estimated: the gradients of what goes in and out, and, where an operator is made of
+    several (attention as plain matrix products), the gradient of its largest internal value and a copy on its way.
+    """
+    internal_bytes = [0] * len(segment.operators)
+    for value in segment.values:
+        if value.owner >= 0 and value.owner in value.savers:
+            internal_bytes[value.owner] = max(internal_bytes[value.owner], value.num_bytes)
+    transients: list[int | None] = []
+    for operator, internal in zip(segment.operators, internal_bytes, strict=True):
+        if operator.backward_transient_bytes is not None:
+            transients.append(operator.backward_transient_bytes)
+        else:
+            around_bytes = operator.input_bytes + operator.output_bytes + 2 * internal
+            transients.append(None if operator.site.is_block else around_bytes)
+    return transients
+
+
+def forward_transients(segment: Segment) -> list[int]:
+    """By operator: bytes on top in its forward, of what nobody saves; 0 where it is not known."""
+    return [operator.forward_transient_bytes or 0 for operator in segment.operators]
+
+
+# Places
 
 
 def _regions(segment: Segment, strategies: Mapping[int, Strategy]) -> list[int]:
@@ -135,21 +275,5 @@ def _regions(segment: Segment, strategies: Mapping[int, Strategy]) -> list[int]:
     return regions
 
 
-def _unit(operators: tuple[Operator, ...], index: int) -> int:
-    """The block directly inside the layer that encloses the operator: backward goes through one after the other."""
-    while index >= 0:
-        parent = operators[index].parent
-        if parent < 0 or operators[parent].parent < 0:
-            return index
-        index = parent
-    return index
-
-
-def _unpaid_seconds(operators: tuple[Operator, ...], region: int, last_saver: int) -> float:
-    """Forward time of the operators that a replay of the block never reaches."""
-    return sum(
-        operator.seconds
-        for index, operator in enumerate(operators[region + 1 :], start=region + 1)
-        if operator.parent == region
-        and (index > last_saver or (index == last_saver and operator.site.kind in _INPUT_SAVERS))
-    )
+def _region_of(regions: list[int], operator: int) -> int:
+    return regions[operator] if operator >= 0 else -1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flex_trainer.cost.uses import Uses, find_uses
 from flex_trainer.strategy import Site
 
 
@@ -16,6 +19,10 @@ class Value:
     num_bytes: int
     savers: tuple[int, ...]
     element_bytes: int = 4
+    num_rows: int = 0
+    """Rows that it is quantised in, each with a scale of its own; 0: it is not quantised."""
+    is_routed: bool = False
+    """Whether its size follows the number of rows that the layer's experts get."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Operator:
     estimated from what goes in and out."""
     backward_transient_bytes: int | None = None
     """The same for its backward: gradients on their way and workspace, parameter gradients left out."""
+    gradient_bytes: int = 0
+    """Gradients of parameters that its backward leaves behind, where they do not exist yet; from a symbolic trace."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,27 @@ class Segment:
     operators: tuple[Operator, ...]
     values: tuple[Value, ...]
 
+    @functools.cached_property
+    def uses(self) -> Uses:
+        """When each value is in memory."""
+        return find_uses(self)
+
     @property
     def shape_key(self) -> tuple[object, ...]:
         """Equal for segments that differ in nothing the planner cares about (times and names apart)."""
         return (
             tuple(
-                (op.site.kind, op.site.is_replayable, op.parent, op.inputs, op.output_bytes, op.shared_inputs)
+                (
+                    op.site.kind,
+                    op.site.is_replayable,
+                    op.parent,
+                    op.inputs,
+                    op.output_bytes,
+                    op.shared_inputs,
+                    op.forward_transient_bytes,
+                    op.backward_transient_bytes,
+                    op.gradient_bytes,
+                )
                 for op in self.operators
             ),
             self.values,
@@ -73,82 +97,122 @@ class ActivationGraph:
         return replace(self, segments=tuple(segments))
 
 
-def cut_into_segments(
-    sites: list[Site],
-    parents: list[int],
-    inputs: list[list[int]],
-    seconds: list[float],
-    output_bytes: list[int],
-    owners: list[int],
-    value_bytes: list[int],
-    savers: list[list[int]],
-    element_bytes: list[int],
-) -> ActivationGraph:
-    """Build the graph from flat lists over calls (first five) and over values (last four)."""
-    layer_of = [site.layer for site in sites]
-    calls: dict[int, list[int]] = defaultdict(list)
-    values: dict[int, list[int]] = defaultdict(list)
-    for index, layer in enumerate(layer_of):
-        calls[layer].append(index)
-    for index, owner in enumerate(owners):
-        values[layer_of[owner] if owner >= 0 else -1].append(index)
-    shared = {
-        value: number
-        for number, value in enumerate(
-            dict.fromkeys(
-                value
-                for index, taken in enumerate(inputs)
-                for value in taken
-                if layer_of[index] >= 0 and sites[index].is_replayable and owners[value] < 0 and not savers[value]
-            )
-        )
-    }
-    taken_abroad = _taken_abroad(sites, inputs, owners)
+@dataclass(frozen=True)
+class CallNode:
+    """One run of an operator or block in a whole forward; indices are those of the forward's calls and values."""
+
+    site: Site
+    parent: int
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ValueNode:
+    """One storage in a whole forward."""
+
+    owner: int
+    savers: tuple[int, ...]
+    element_bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What changes with the shape of the batch: one entry per call, or per value."""
+
+    seconds: Sequence[float]
+    output_bytes: Sequence[int]
+    forward_transient_bytes: Sequence[int | None]
+    backward_transient_bytes: Sequence[int | None]
+    gradient_bytes: Sequence[int]
+    value_bytes: Sequence[int]
+    value_rows: Sequence[int]
+    is_routed: Sequence[bool]
+
+
+def cut_into_segments(calls: Sequence[CallNode], values: Sequence[ValueNode], sizes: Sizes) -> ActivationGraph:
+    """Build the graph of a forward."""
+    calls_of: dict[int, list[int]] = defaultdict(list)
+    values_of: dict[int, list[int]] = defaultdict(list)
+    for index, call in enumerate(calls):
+        calls_of[call.site.layer].append(index)
+    homes = _homes(calls, values)
+    for index, home in enumerate(homes):
+        values_of[home].append(index)
+    shared = _shared(calls, values)
+    taken_abroad = _taken_abroad(calls, values, homes)
     segments = []
-    for layer in sorted(calls.keys() | values.keys(), key=lambda layer: (layer < 0, layer)):
-        local_call = {index: number for number, index in enumerate(calls[layer])}
-        local_value = {index: number for number, index in enumerate(values[layer])}
-        segments.append(
-            Segment(
-                layer,
-                tuple(
-                    Operator(
-                        sites[index],
-                        local_call.get(parents[index], -1),
-                        tuple(local_value[value] for value in inputs[index] if value in local_value),
-                        seconds[index],
-                        output_bytes[index],
-                        sum(value_bytes[value] for value in set(inputs[index])),
-                        tuple(shared[value] for value in inputs[index] if value in shared and layer >= 0),
-                    )
-                    for index in calls[layer]
-                ),
-                tuple(
-                    Value(
-                        local_call.get(owners[index], -1),
-                        value_bytes[index],
-                        tuple(
-                            dict.fromkeys(
-                                local_call.get(saver, -1)
-                                for saver in (*savers[index], *([-1] * (index in taken_abroad)))
-                            )
-                        ),
-                        element_bytes[index],
-                    )
-                    for index in values[layer]
-                ),
+    for layer in sorted(calls_of.keys() | values_of.keys(), key=lambda layer: (layer < 0, layer)):
+        local_call = {index: number for number, index in enumerate(calls_of[layer])}
+        local_value = {index: number for number, index in enumerate(values_of[layer])}
+        operators = []
+        for index in calls_of[layer]:
+            call = calls[index]
+            operators.append(
+                Operator(
+                    site=call.site,
+                    parent=local_call.get(call.parent, -1),
+                    inputs=tuple(local_value[value] for value in call.inputs if value in local_value),
+                    seconds=sizes.seconds[index],
+                    output_bytes=sizes.output_bytes[index],
+                    input_bytes=sum(sizes.value_bytes[value] for value in call.inputs),
+                    shared_inputs=tuple(shared[value] for value in call.inputs if value in shared and layer >= 0),
+                    forward_transient_bytes=sizes.forward_transient_bytes[index],
+                    backward_transient_bytes=sizes.backward_transient_bytes[index],
+                    gradient_bytes=sizes.gradient_bytes[index],
+                )
             )
-        )
-    return ActivationGraph(tuple(segments), tuple(value_bytes[value] for value in shared))
+        stored = []
+        for index in values_of[layer]:
+            value = values[index]
+            savers = [local_call.get(saver, -1) for saver in value.savers]
+            stored.append(
+                Value(
+                    owner=local_call.get(value.owner, -1),
+                    num_bytes=sizes.value_bytes[index],
+                    savers=tuple(dict.fromkeys([*savers, -1] if index in taken_abroad else savers)),
+                    element_bytes=value.element_bytes,
+                    num_rows=sizes.value_rows[index],
+                    is_routed=sizes.is_routed[index],
+                )
+            )
+        segments.append(Segment(layer, tuple(operators), tuple(stored)))
+    return ActivationGraph(tuple(segments), tuple(sizes.value_bytes[value] for value in shared))
 
 
-def _taken_abroad(sites: list[Site], inputs: list[list[int]], owners: list[int]) -> set[int]:
-    """Values that an operator of one layer made and one of another takes: a replay there may need them."""
+def _shared(calls: Sequence[CallNode], values: Sequence[ValueNode]) -> dict[int, int]:
+    """Values made outside of the layers that nobody saves and an operator in a layer takes, numbered."""
+    taken = (
+        value
+        for call in calls
+        for value in call.inputs
+        if call.site.layer >= 0 and call.site.is_replayable and values[value].owner < 0 and not values[value].savers
+    )
+    return {value: number for number, value in enumerate(dict.fromkeys(taken))}
+
+
+def _homes(calls: Sequence[CallNode], values: Sequence[ValueNode]) -> list[int]:
+    """The layer that each value is counted in: its maker's, but where nobody saves it and only operators of one other
+    layer may need it for a replay (the stream between two layers that save a copy of it), that other one."""
+    takers: dict[int, set[int]] = defaultdict(set)
+    for call in calls:
+        if call.site.is_replayable:
+            for value in call.inputs:
+                takers[value].add(call.site.layer)
+    homes = []
+    for index, value in enumerate(values):
+        made_in = calls[value.owner].site.layer if value.owner >= 0 else -1
+        is_for_one = value.owner >= 0 and not value.savers and len(takers[index]) == 1
+        homes.append(next(iter(takers[index])) if is_for_one else made_in)
+    return homes
+
+
+def _taken_abroad(calls: Sequence[CallNode], values: Sequence[ValueNode], homes: Sequence[int]) -> set[int]:
+    """Values that are counted in one layer and taken by an operator of another: a replay there may need them."""
     return {
         value
-        for index, taken in enumerate(inputs)
-        for value in taken
-        if sites[index].is_replayable and owners[value] >= 0 and sites[owners[value]].layer != sites[index].layer
+        for call in calls
+        for value in call.inputs
+        if call.site.is_replayable and values[value].owner >= 0 and homes[value] != call.site.layer
     }
 
 
@@ -157,8 +221,8 @@ def _scale_experts(segment: Segment, factor: float) -> Segment:
     return replace(
         segment,
         values=tuple(
-            replace(value, num_bytes=int(value.num_bytes * factor))
-            if value.owner >= 0 and is_routed[value.owner]
+            replace(value, num_bytes=round(value.num_bytes * factor), num_rows=round(value.num_rows * factor))
+            if value.is_routed
             else value
             for value in segment.values
         ),
@@ -166,11 +230,17 @@ def _scale_experts(segment: Segment, factor: float) -> Segment:
             replace(
                 operator,
                 seconds=operator.seconds * factor,
-                output_bytes=int(operator.output_bytes * factor),
-                input_bytes=int(operator.input_bytes * factor),
+                output_bytes=round(operator.output_bytes * factor),
+                input_bytes=round(operator.input_bytes * factor),
+                forward_transient_bytes=_scaled(operator.forward_transient_bytes, factor),
+                backward_transient_bytes=_scaled(operator.backward_transient_bytes, factor),
             )
             if is_routed[index]
             else operator
             for index, operator in enumerate(segment.operators)
         ),
     )
+
+
+def _scaled(transient_bytes: int | None, factor: float) -> int | None:
+    return None if transient_bytes is None else round(transient_bytes * factor)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flex_trainer.strategy import LEAST_MOVED_BYTES, Strategy
+from flex_trainer.cost.graph import Value
+from flex_trainer.strategy import LEAST_MOVED_BYTES, WORTHWHILE, Strategy
 
 
 @dataclass(frozen=True)
@@ -26,25 +27,30 @@ class Rates:
 
     offload: Roofline = Roofline(200e-6, 0.6e9)
     quantize: Roofline = Roofline(100e-6, 1.0e9)
-    quantized_fraction: float = 0.27
-    """Bytes kept of a quantised float32 value (codes, and one scale for a row of 64); bfloat16 keeps twice that."""
     smallest_moved_bytes: int = LEAST_MOVED_BYTES
     in_flight_bytes: int = 0
     """Most bytes of offload copies on their way at once, on top of all else: down in forward, up in backward."""
     replay_overhead_seconds: float = 60e-6
+    transient_factor: float = 1.0
+    """What comes on top while operators run, over what the operators' transients and recovered values say."""
 
     def moved(self, strategy: Strategy, num_bytes: int) -> float:
         return (self.offload if strategy is Strategy.OFFLOAD else self.quantize).seconds(num_bytes)
 
-    def moves(self, strategy: Strategy, num_bytes: int, element_bytes: int) -> bool:
-        """Whether a value of this size is moved or cast at all: small ones are not, and only floats are quantised.
-
-        Saved tensors of 1 byte (masks) and 8 bytes (indices) an element are not floats.
-        """
-        if strategy is Strategy.QUANTIZE and element_bytes not in (2, 4):
+    def moves(self, strategy: Strategy, value: Value) -> bool:
+        """Whether a value is moved or cast at all: small ones are not, and only floats in rows that shrink are
+        quantised."""
+        if value.num_bytes < self.smallest_moved_bytes:
             return False
-        return strategy in (Strategy.OFFLOAD, Strategy.QUANTIZE) and num_bytes >= self.smallest_moved_bytes
+        if strategy is Strategy.QUANTIZE:
+            return value.num_rows > 0 and quantized_bytes(value) <= WORTHWHILE * value.num_bytes
+        return strategy is Strategy.OFFLOAD
 
-    def left_bytes(self, strategy: Strategy, num_bytes: int, element_bytes: int) -> int:
+    def left_bytes(self, strategy: Strategy, value: Value) -> int:
         """Bytes that stay on the device of a value that is moved or cast."""
-        return 0 if strategy is Strategy.OFFLOAD else int(num_bytes * self.quantized_fraction * 4 / element_bytes)
+        return 0 if strategy is Strategy.OFFLOAD else quantized_bytes(value)
+
+
+def quantized_bytes(value: Value) -> int:
+    """One byte an element, and a float32 scale for each row."""
+    return value.num_bytes // value.element_bytes + 4 * value.num_rows

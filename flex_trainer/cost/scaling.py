@@ -87,6 +87,11 @@ class Scaling:
         unsure_bytes = float(((largest - smallest) * self._element_bytes)[largest >= 0].sum())
         return unsure_bytes <= _SURE_SHARE * float(self.predict(batch_size, sequence_length).sum())
 
+    def is_constant(self) -> np.ndarray:
+        """For every value whether its size is known to be the same in all batches; bool."""
+        assert self._stands is not None, "is_constant comes after observe"
+        return self._stands[0] & (self._stands.sum(axis=0) == 1)
+
     def _candidates(self, batch_size: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
         """Largest and smallest number of elements over the units still standing; the largest is -1 where none is."""
         assert self._coefficients is not None and self._stands is not None, "predict comes after observe"

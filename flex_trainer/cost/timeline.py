@@ -8,11 +8,12 @@ recovered values and gradients come on top. The peak is often inside backward's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from flex_trainer.cost.evaluate import SegmentCost
+from flex_trainer.cost.graph import ActivationGraph, Segment
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Peak:
     num_bytes: int
     held_bytes: int
     """Held at the end of forward."""
-    on_top_bytes: int
-    """The part of it that is transient: recovered values, activation gradients, workspace."""
+    segment: int
+    """Where it is: an index into the segments."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,52 @@ class GradientBytes:
     def key(self) -> tuple[int, int]:
         return sum(self.pending.values()), sum(self.temporary.values())
 
+    def heights(self, segments: Sequence[Segment]) -> np.ndarray:
+        """Bytes of them that are there while backward is in each of the segments, given in forward order, and that the
+        operators' transients do not count."""
+        # Backward runs from the outside (the head) to the last layer and down: while it is in layer l, the gradients of
+        # the layers above are there already. Those of l itself come one by one, which is known for operators that were
+        # traced (see `with_gradients`).
+        pending = np.array([self.pending.get(segment.layer, 0) for segment in segments], dtype=np.int64)
+        temporary = np.array([self.temporary.get(segment.layer, 0) for segment in segments], dtype=np.int64)
+        if not any(_is_traced(segment) for segment in segments):
+            return np.cumsum(pending[::-1])[::-1] + temporary
+        # Of what lies outside, the head comes first and the embedding at the very end.
+        traced = [min(size, _gradient_bytes(segment)) for size, segment in zip(pending.tolist(), segments, strict=True)]
+        return np.cumsum(traced[::-1])[::-1] - np.array(traced, dtype=np.int64)
+
+    def share(self, segment: Segment) -> float:
+        """Of the gradients that a segment's operators leave, the share that does not exist yet."""
+        total = _gradient_bytes(segment)
+        return min(self.pending.get(segment.layer, 0) / total, 1.0) if total else 0.0
+
+
+def with_gradients(graph: ActivationGraph, gradients: GradientBytes | None) -> ActivationGraph:
+    """The graph with the parameter gradients that backward leaves behind in its operators' transients: in the backward
+    of one operator, those of all later ones of its segment are there."""
+    if gradients is None:
+        return graph
+    segments = []
+    for segment in graph.segments:
+        share, later_bytes = gradients.share(segment), 0
+        operators = list(segment.operators)
+        for index in range(len(operators) - 1, -1, -1):
+            operator = operators[index]
+            if operator.backward_transient_bytes is not None and share * later_bytes >= 1:
+                transient_bytes = operator.backward_transient_bytes + round(share * later_bytes)
+                operators[index] = replace(operator, backward_transient_bytes=transient_bytes)
+            later_bytes += operator.gradient_bytes
+        segments.append(replace(segment, operators=tuple(operators)) if share else segment)
+    return replace(graph, segments=tuple(segments))
+
+
+def _is_traced(segment: Segment) -> bool:
+    return any(operator.backward_transient_bytes is not None for operator in segment.operators)
+
+
+def _gradient_bytes(segment: Segment) -> int:
+    return sum(operator.gradient_bytes for operator in segment.operators)
+
 
 class Timeline:
     """Costs per segment in forward order (the layers, then the outside), with the peak kept up to date."""
@@ -46,42 +93,36 @@ class Timeline:
     def __init__(
         self,
         costs: Sequence[SegmentCost],
-        layers: Sequence[int],
+        segments: Sequence[Segment],
         gradients: GradientBytes | None = None,
         shared_bytes: Sequence[int] = (),
-        transient_factor: float = 1.0,
         in_flight_bytes: int = 0,
     ) -> None:
         """
         Args:
             costs: one per segment.
-            layers: the layer of each segment, -1 for the outside (last).
+            segments: what they are costs of; what lies outside of the layers comes last.
             gradients: parameter gradients.
             shared_bytes: see `ActivationGraph`.
-            transient_factor: what transients really are, over what the costs say.
             in_flight_bytes: most that offload copies may hold while they are on their way.
         """
-        self._factor = transient_factor
         self._in_flight_bytes = in_flight_bytes
         self._offloaded = np.array([cost.offloaded_bytes for cost in costs], dtype=np.int64)
-        gradients = gradients or GradientBytes()
         self._costs = list(costs)
         self._shared_bytes = np.array(shared_bytes, dtype=np.int64)
         self._shared_users = np.zeros(len(shared_bytes), dtype=np.int64)
         for cost in costs:
             self._shared_users[list(cost.shared)] += 1
         self._held = np.array([cost.held_bytes for cost in costs], dtype=np.int64)
-        self._on_top = np.array([max(cost.backward_bytes, cost.forward_bytes) for cost in costs], dtype=np.int64)
-        # Backward runs from the last layer down: while it is in layer l, the gradients of l and above are there
-        # already.
-        pending = np.array([gradients.pending.get(layer, 0) for layer in layers], dtype=np.int64)
-        temporary = np.array([gradients.temporary.get(layer, 0) for layer in layers], dtype=np.int64)
-        self._gradients = np.cumsum(pending[::-1])[::-1] + temporary
+        self._on_top = np.array([cost.on_top_bytes for cost in costs], dtype=np.int64)
+        gradients = gradients or GradientBytes()
+        self._gradients = gradients.heights(segments)
+        self._end_bytes = sum(gradients.pending.values())
 
     def replace(self, segment: int, cost: SegmentCost) -> None:
         self._held[segment] = cost.held_bytes
         self._offloaded[segment] = cost.offloaded_bytes
-        self._on_top[segment] = max(cost.backward_bytes, cost.forward_bytes)
+        self._on_top[segment] = cost.on_top_bytes
         self._shared_users[list(self._costs[segment].shared)] -= 1
         self._shared_users[list(cost.shared)] += 1
         self._costs[segment] = cost
@@ -91,13 +132,14 @@ class Timeline:
         return int(self._shared_bytes[self._shared_users > 0].sum())
 
     def peak(self) -> Peak:
-        on_top = self._on_top * self._factor
         # While backward is in one layer, values of the layers below are on their way up, as many as are allowed.
         in_flight = np.minimum(self._offloaded.cumsum(), self._in_flight_bytes)
-        heights = self.stacked() + on_top + self._gradients + in_flight
+        heights = self.stacked() + self._on_top + self._gradients + in_flight
         segment = int(heights.argmax())
         held_bytes = int(self._held.sum()) + self._shared()
-        return Peak(int(heights[segment]), held_bytes, int(on_top[segment]))
+        # When backward ends, all gradients are there, and what lies outside of the layers has just been let go of.
+        end_bytes = self._end_bytes + int(self._held[-1])
+        return Peak(max(int(heights[segment]), end_bytes), held_bytes, segment)
 
     def stacked(self) -> np.ndarray:
         """Bytes held once each segment has run forward."""

@@ -90,6 +90,11 @@ class DataConfig:
             raise UserError(f"num_eval_samples={self.num_eval_samples} must not be negative")
         if self.name != STDLIB and self.domains != STDLIB_DOMAINS:
             raise UserError(f"domains={list(self.domains)} only apply to name: stdlib, not to {self.name or 'files'}")
+        if self.name in (None, STDLIB) and (self.config is not None or self.split != "train"):
+            given = f"config={self.config!r}" if self.config is not None else f"split={self.split!r}"
+            raise UserError(f"{given} only applies to a named dataset, not to {self.name or 'files'}; remove it")
+        if self.name == STDLIB and self.text_column != "text":
+            raise UserError(f"text_column={self.text_column!r} does not apply to name: stdlib; remove it")
         if not self.domains:
             raise UserError("domains is empty; name at least one of code, prose, data")
         for domain in self.domains:

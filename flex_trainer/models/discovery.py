@@ -8,7 +8,8 @@ carries the experts interface; routers are the small matrices beside the experts
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -50,7 +51,8 @@ def discover(model: nn.Module) -> ModelMap:
         raise UserError(
             f"{type(model).__name__} has no decoder layers: none of its modules is a transformers"
             " GradientCheckpointingLayer and none is named in _no_split_modules. FlexTrainer manages the activations of"
-            " such layers; use transformers' Trainer for this model."
+            f" such layers. The model has {_inventory(names)}. Name the class of its layers in _no_split_modules, or"
+            " use transformers' Trainer for this model."
         )
     experts = set(find_experts(model))
     walk = _Walk(names, experts)
@@ -63,6 +65,14 @@ def discover(model: nn.Module) -> ModelMap:
         layers=tuple(operator for operator in operators if operator.site.kind == "layer"),
         experts=tuple(operator for operator in operators if operator.site.kind == "experts"),
     )
+
+
+def _inventory(modules: Iterable[nn.Module]) -> str:
+    """The classes of the modules that have modules inside, else of all, with how many there are."""
+    found = list(modules)
+    counts = Counter(type(module).__name__ for module in found[1:] if any(True for _ in module.children()))
+    counts = counts or Counter(type(module).__name__ for module in found)
+    return ", ".join(f"{number} {name}" for name, number in counts.most_common(12))
 
 
 def find_experts(model: nn.Module) -> Iterator[nn.Module]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flex_trainer.cost.profile import BatchShape
+from flex_trainer.cost.shape import BatchShape
 
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_values", "input_features", "pixel_values")
 
@@ -25,8 +25,7 @@ def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchShape:
     batch_size, sequence_length = (main.shape[0], main.shape[1]) if main is not None and main.dim() >= 2 else (1, 1)
     facts = [f"{name}:{tensor.dim()}:{tensor.dtype}" for name, tensor in sorted(tensors.items())]
     mask = tensors.get("attention_mask")
-    if mask is not None and mask.dim() == 2:
-        facts.append(f"padding={not bool(mask.all())}")
+    has_padding = mask is not None and mask.dim() == 2 and not bool(mask.all())
     # Other inputs with sizes of their own (images, frames) make batches of their own kind; those that grow with the
     # batch (positions shared by all rows, masks of length x length) do not, so these sizes are named, not numbered.
     names = {sequence_length: "S", batch_size: "B"}
@@ -38,4 +37,4 @@ def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchShape:
     device = main.device.type if main is not None else "cpu"
     if torch.is_autocast_enabled(device):
         facts.append(f"autocast={torch.get_autocast_dtype(device)}")
-    return BatchShape(batch_size, sequence_length, " ".join(facts))
+    return BatchShape(batch_size, sequence_length, " ".join(facts), has_padding)

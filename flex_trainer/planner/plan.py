@@ -18,7 +18,7 @@ class Plan:
     peak_bytes: int = 0
     """Highest point over forward and backward."""
     on_top_bytes: int = 0
-    """The transient part of the peak."""
+    """The part of the peak that is an estimate: what is recovered by then, gradients on their way and workspace."""
     demand_bytes: int = 0
     """What keeping everything would hold at the end of forward."""
     demand_peak_bytes: int = 0

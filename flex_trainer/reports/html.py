@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from flex_trainer.files import write_whole
-from flex_trainer.records import MicroBatchRecord
+from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.reports.page_style import CSS, SCRIPT
 from flex_trainer.reports.panels import panels
 from flex_trainer.reports.plots import LEFT, PLOT_WIDTH
@@ -26,6 +26,7 @@ def write_report(
     records: Sequence[MicroBatchRecord],
     limit_bytes: int,
     info: Mapping[str, str] | None = None,
+    retries: Sequence[StepRetry] = (),
 ) -> Path:
     """Write the report page of `records`, whole or not at all, and return its path.
 
@@ -34,21 +35,25 @@ def write_report(
         records: in order of micro-batch. None at all gives a page that says so.
         limit_bytes: the memory limit.
         info: facts for the head of the page, such as model, device and versions, as (name, value).
+        retries: steps that were taken back and run again.
 
     Raises:
         ValueError: the file cannot be written (no permission, not a directory, a full disk).
     """
-    return write_whole(Path(path), render_report(records, limit_bytes, info or {}), "the report")
+    return write_whole(Path(path), render_report(records, limit_bytes, info or {}, retries), "the report")
 
 
-def render_report(records: Sequence[MicroBatchRecord], limit_bytes: int, info: Mapping[str, str]) -> str:
+def render_report(
+    records: Sequence[MicroBatchRecord], limit_bytes: int, info: Mapping[str, str], retries: Sequence[StepRetry] = ()
+) -> str:
     """The report page as text."""
     timeline = make_timeline(records)
-    body = [_head(info), _summary(records, limit_bytes)]
+    body = [_head(info), _summary(records, limit_bytes, retries)]
     if records:
         body.append(_grouping_note(timeline))
         body += [panel.html() for panel in panels(timeline)]
         body.append(_spikes(records))
+        body.append(_retries(retries))
         body.append('<div id="where" aria-live="polite"></div>')
     page_data = (
         f"data-first='{json.dumps(timeline.first)}' data-last='{json.dumps(timeline.last)}' "
@@ -79,8 +84,8 @@ def _head(info: Mapping[str, str]) -> str:
     return f'<header><h1>FlexTrainer report</h1><dl class="facts">{facts}</dl></header>'
 
 
-def _summary(records: Sequence[MicroBatchRecord], limit_bytes: int) -> str:
-    summary = summarize(records, limit_bytes)
+def _summary(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Sequence[StepRetry]) -> str:
+    summary = summarize(records, limit_bytes, retries)
     tiles = []
     for label, value in summary_lines(summary):
         number, _, note = value.partition(" (")  # "1.40 GiB (micro-batch 7)": the part in brackets goes below
@@ -132,6 +137,36 @@ def _spike_row(record: MicroBatchRecord) -> str:
         + "".join(f"<td>{cell}</td>" for cell in cells)
         + f"<td{peak_class}>{format_bytes(record.peak_bytes)}</td><td>{record.num_replans}</td></tr>"
     )
+
+
+def _retries(retries: Sequence[StepRetry]) -> str:
+    """Nothing where nothing failed: then there is nothing to explain."""
+    if not retries:
+        return ""
+    shown = retries[-MAX_SPIKE_ROWS:]
+    note = f"<p>The latest {MAX_SPIKE_ROWS} of {len(retries):,}.</p>" if len(retries) > len(shown) else ""
+    heads = ("step", "micro-batch", "attempt", "where", "operator", "asked for", "kept free since")
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    rows = "".join(_retry_row(retry) for retry in shown)
+    return (
+        "<section><h2>Steps run again</h2><p>An allocation failed; the optimizer step was taken back and its "
+        "micro-batches run again in less memory, with the same result. Attempt 1 keeps more free, attempt 2 runs the "
+        "least demanding plan, attempt 0 shares memory among more micro-batches in flight.</p>"
+        f'{note}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
+    )
+
+
+def _retry_row(retry: StepRetry) -> str:
+    cells = (
+        f"{retry.step}",
+        f"{retry.micro_batch}",
+        f"{retry.attempt}",
+        escape(retry.phase),
+        escape(retry.operator),
+        format_bytes(retry.requested_bytes) if retry.requested_bytes else "not known",
+        format_bytes(retry.margin_bytes),
+    )
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def _grouping_note(timeline: Timeline) -> str:

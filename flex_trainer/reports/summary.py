@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from flex_trainer.config import STRATEGIES
-from flex_trainer.records import MicroBatchRecord
+from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class RunSummary:
     """Micro-batches whose keep-all demand was above their budget."""
     num_over_limit: int
     """Micro-batches with a measured peak above the limit."""
+    num_retries: int
+    """How often an optimizer step was taken back and run again because an allocation failed."""
     recomputed_bytes: int
     """Activation bytes not held because they were recomputed, summed over micro-batches."""
     offloaded_bytes: int
@@ -69,7 +71,7 @@ def plan_percent(records: Sequence[MicroBatchRecord]) -> float:
     return 100 * sum(record.plan_ms for record in records) / step_ms if step_ms > 0 else 0.0
 
 
-def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int) -> RunSummary:
+def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Sequence[StepRetry] = ()) -> RunSummary:
     """Sum up the micro-batches of a run; zeros and Nones when there are none."""
     worst = max(records, key=lambda record: record.peak_bytes, default=None)
     freed_bytes = {name: sum(record.freed_bytes.get(name, 0) for record in records) for name in STRATEGIES}
@@ -85,6 +87,7 @@ def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int) -> RunSumma
         predicted_peak_bytes=max((record.predicted_peak_bytes for record in records), default=0),
         num_spikes=sum(record.is_spike for record in records),
         num_over_limit=sum(record.is_over_limit for record in records),
+        num_retries=len(retries),
         recomputed_bytes=freed_bytes["recompute"],
         offloaded_bytes=freed_bytes["offload"],
         quantized_bytes=freed_bytes["quantize"],
@@ -107,6 +110,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("micro-batches", f"{summary.num_micro_batches:,}"),
         ("spikes met", f"{summary.num_spikes:,}"),
         ("over the limit", f"{summary.num_over_limit:,}"),
+        ("steps run again", f"{summary.num_retries:,}"),
         ("recomputed", format_bytes(summary.recomputed_bytes)),
         ("offloaded", format_bytes(summary.offloaded_bytes)),
         ("quantised", format_bytes(summary.quantized_bytes)),
@@ -116,11 +120,11 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     ]
 
 
-def summary_table(records: Sequence[MicroBatchRecord], limit_bytes: int) -> Table:
+def summary_table(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Sequence[StepRetry] = ()) -> Table:
     """The summary as a rich table of two columns, to be printed at the end of a run."""
     from rich.table import Table  # only here: the numbers are wanted also where nothing is printed
 
-    summary = summarize(records, limit_bytes)
+    summary = summarize(records, limit_bytes, retries)
     table = Table(title="FlexTrainer", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="right")

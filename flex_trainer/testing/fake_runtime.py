@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flex_trainer.records import MicroBatchRecord
+from flex_trainer.records import MicroBatchRecord, StepRetry
 
 GIB_BYTES = 2**30
 LIMIT_BYTES = 2 * GIB_BYTES
@@ -39,6 +39,7 @@ class FakeRuntime:
         self, unusual: dict[int, dict[str, Any]] | None = None, memory_bytes: dict[str, int] | None = None
     ) -> None:
         self.records: list[MicroBatchRecord] = []
+        self.retries: list[StepRetry] = []
         self.limit_bytes = LIMIT_BYTES
         self._unusual = unusual or {}
         self._memory_bytes = memory_bytes or {"process": GIB_BYTES // 4}

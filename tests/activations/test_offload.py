@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
+from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.scope import Scope
@@ -28,6 +29,9 @@ class FakeCopy:
 
     def wait(self) -> None:
         self._future.result()
+
+    def release(self) -> None:
+        self.wait()
 
 
 class FakeTier:
@@ -239,3 +243,70 @@ def test_two_readers_at_the_same_time():
         assert not thread.is_alive(), "deadlock"
     assert results == dict.fromkeys(range(40), True)
     assert tier.num_reads == 40
+
+
+class SlowFileTier(FileTier):
+    """The real file, with copies that take a random time and so end in any order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def _write(self, offset: int, source: torch.Tensor) -> None:
+        time.sleep(self._random.random() * 0.003)
+        super()._write(offset, source)
+
+    def _read(self, offset: int, target: torch.Tensor) -> None:
+        time.sleep(self._random.random() * 0.003)
+        super()._read(offset, target)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("in_flight_values", [1, 3, 100])
+def test_random_delays_of_a_file(seed: int, in_flight_values: int):
+    """Places are used again by values of other sizes while copies are under way."""
+    store = OffloadStore(SlowFileTier(seed), max_in_flight_bytes=in_flight_values * 32 * 32 * 4)
+    for num_operators in (8, 3, 12):
+        gradient, ledger = step(store, num_operators=num_operators, settles=seed % 2 == 0)
+        assert torch.equal(gradient, plain(num_operators))
+        assert ledger.held_bytes == ledger.recovered_bytes == 0
+        store.forget_dead()
+
+
+def test_polling_waits_for_nobody():
+    tier = FakeTier()
+    store = OffloadStore(tier)
+    ledger = Ledger()
+    first = store.put(torch.zeros(64), ledger)
+    store.settle()
+    tier.gate.clear()
+    second = store.put(torch.zeros(64), ledger)
+    assert first is not None and second is not None
+    assert store.in_flight_bytes == 256 == ledger.held_bytes
+    store.poll()
+    assert second.is_in_flight and not first.is_in_flight
+    tier.gate.set()
+    deadline = time.monotonic() + 5
+    while store.in_flight_bytes and time.monotonic() < deadline:
+        store.poll()
+    assert ledger.held_bytes == 0
+
+
+def test_a_value_still_on_the_device_starts_those_before_it():
+    """Backward's first values may not have left yet; what it wants after them has."""
+    tier = FakeTier()
+    store = OffloadStore(tier)
+    values = [store.put(torch.full((64,), float(number)), Ledger()) for number in range(2)]
+    store.settle()
+    tier.gate.clear()
+    last = store.put(torch.zeros(64), Ledger())
+    assert last is not None and all(values)
+    last.read()
+    assert tier.reads_started == [2, 1]
+    tier.gate.set()
+
+
+def test_the_remedy_is_the_tiers_own():
+    store = OffloadStore(FakeTier(room=0, fails_at_start=True), remedy="Use another host.")
+    with pytest.warns(UserWarning, match=r"offload is off from now on\. Use another host\."):
+        assert store.put(torch.zeros(64), Ledger()) is None

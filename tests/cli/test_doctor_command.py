@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from flex_trainer import doctor as diagnosis
 from flex_trainer import process_memory
@@ -77,3 +78,20 @@ def test_other_versions_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = {finding.topic: finding for finding in diagnosis._versions()}
     assert findings["torch"].level == "note"
     assert findings["torch"].text == "9.9.0 (tested with 2.13)"
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "level", "text"),
+    [
+        ("native", "", "note", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ("native", "expandable_segments:True", "ok", "expandable segments are on"),
+        ("cudaMallocAsync", "", "info", "keeps no statistics"),
+    ],
+)
+def test_the_allocator_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, backend: str, settings: str, level: str, text: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+    finding = diagnosis._allocator()
+    assert finding.level == level and text in finding.text

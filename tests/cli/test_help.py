@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+COMMANDS = ("train", "plan", "profile", "bench", "doctor", "accelerate-config")
 CODE = """
 import sys
 from flex_trainer.cli import main
@@ -21,7 +22,7 @@ except SystemExit as exit_:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], *([name, "--help"] for name in ("train", "bench", "doctor", "accelerate-config"))],
+    [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     result = subprocess.run([sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, check=True)

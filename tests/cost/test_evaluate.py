@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -38,7 +38,7 @@ def test_held_bytes_against_an_independent_count(graph: ActivationGraph, seed: i
     draw, rates = random.Random(seed), Rates()
     for segment in graph.segments:
         choice = {i: draw.choice((KEEP, RECOMPUTE, OFFLOAD, QUANTIZE)) for i in range(len(segment.operators))}
-        expected = held_by_brute_force(segment, choice, rates.smallest_moved_bytes, rates.quantized_fraction)
+        expected = held_by_brute_force(segment, choice, rates.smallest_moved_bytes)
         assert evaluate(segment, choice, rates).held_bytes == expected
 
 
@@ -88,14 +88,15 @@ def test_a_router_is_never_replayed() -> None:
     assert evaluate(segment, {0: RECOMPUTE}, Rates()) == evaluate(segment, {}, Rates())
 
 
-def test_indices_and_masks_are_not_quantized_and_bfloat16_keeps_twice_the_share() -> None:
-    def held(element_bytes: int) -> int:
-        values = (Value(0, 100_000, (0,), element_bytes),)
+def test_only_floats_in_long_rows_are_quantized() -> None:
+    def held(element_bytes: int, num_rows: int) -> int:
+        values = (Value(0, 64_000, (0,), element_bytes, num_rows),)
         return evaluate(layer(norm("a"), values=values), {0: QUANTIZE}, Rates()).held_bytes
 
-    assert held(8) == held(1) == 100_000
-    assert held(4) == 27_000
-    assert held(2) == 54_000
+    assert held(8, 0) == held(1, 0) == 64_000
+    assert held(4, 250) == 16_000 + 4 * 250
+    assert held(2, 250) == 32_000 + 4 * 250
+    assert held(2, 16_000) == 64_000  # rows of two: codes and scales would take more
 
 
 def test_timeline_counts_transients_where_they_are() -> None:
@@ -103,8 +104,8 @@ def test_timeline_counts_transients_where_they_are() -> None:
         made = Operator(Site(str(number), "norm", number), -1, (), 1.0, output_bytes=30, input_bytes=20)
         return Segment(number, (made,), (Value(0, held, (-1,)),))
 
-    costs = [evaluate(segment(held, n), {}, Rates()) for n, held in ((0, 100), (1, 200), (-1, 1000))]
-    timeline = Timeline(costs, [0, 1, -1])
+    segments = [segment(held, n) for n, held in ((0, 100), (1, 200), (-1, 1000))]
+    timeline = Timeline([evaluate(one, {}, Rates()) for one in segments], segments)
     # What lies outside of the layers is there from the start.
     assert timeline.stacked().tolist() == [1100, 1300, 1300]
     assert timeline.peak().num_bytes == 1350
@@ -114,10 +115,11 @@ def test_timeline_counts_transients_where_they_are() -> None:
 def test_copies_on_their_way_count_up_to_their_bound() -> None:
     site = Site("a", "norm", 0)
     made = Segment(0, (Operator(site, -1, (), 1.0, 0, 0),), (Value(0, 100_000, (-1,)),))
-    costs = [evaluate(made, {0: OFFLOAD}, Rates()), evaluate(made, {0: OFFLOAD}, Rates()), evaluate(made, {}, Rates())]
+    segments = [made, replace(made, layer=1), replace(made, layer=-1)]
+    costs = [evaluate(one, {} if one.layer < 0 else {0: OFFLOAD}, Rates()) for one in segments]
     recovered = 100_000
     for bound, in_flight in ((0, 0), (50_000, 50_000), (10**9, 200_000)):
-        peak = Timeline(costs, [0, 1, -1], in_flight_bytes=bound).peak()
+        peak = Timeline(costs, segments, in_flight_bytes=bound).peak()
         assert peak.held_bytes == 100_000
         assert peak.num_bytes == max(100_000 + recovered + min(in_flight, 200_000), 100_000 + in_flight)
 
@@ -182,8 +184,7 @@ class Bench:
             )
             for segment in graph.segments
         ]
-        layers = [segment.layer for segment in graph.segments]
-        return Timeline(costs, layers, shared_bytes=graph.shared_bytes).peak().held_bytes
+        return Timeline(costs, graph.segments, shared_bytes=graph.shared_bytes).peak().held_bytes
 
 
 @cache

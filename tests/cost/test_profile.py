@@ -10,8 +10,9 @@ import pytest
 
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
 from flex_trainer.cost.evaluate import evaluate
-from flex_trainer.cost.profile import BatchShape, Profile
+from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
+from flex_trainer.cost.shape import BatchShape
 from flex_trainer.strategy import Site
 
 LAYER = Site("layers.0", "layer", 0, is_block=True, is_replayable=False)
@@ -184,7 +185,7 @@ def test_file_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def broken(**changes: Any) -> str:
-    file = {"format": 2, "fingerprint": "model-a", "structures": []}
+    file = {"format": 3, "fingerprint": "model-a", "structures": []}
     return json.dumps({key: value for key, value in (file | changes).items() if value is not None})
 
 
@@ -215,7 +216,7 @@ def test_file_cut_by_hand_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     observed((2, 20)).save(path, "model-a")
     data = json.loads(path.read_text())
-    data["structures"][0]["owners"].pop()
+    data["structures"][0]["values"].pop()
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"lists that belong together differ in length"):
         Profile.load(path, "model-a")

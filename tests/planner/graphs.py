@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
 from flex_trainer.strategy import Site, Strategy
 
 MOVED_BYTES = 64 * 1024
+ROW_ELEMENTS = 64
 KINDS = ("norm", "linear", "attention_core", "expert_activation")
 
 
@@ -33,7 +35,9 @@ def segments(draw: st.DrawFn, layer: int) -> Segment:
         for _ in range(draw(st.integers(0, 2))):
             num_bytes = draw(st.integers(1, 40)) * 8192
             savers = (index,) if draw(st.booleans()) else ()
-            values.append(Value(index, num_bytes, savers, draw(st.sampled_from((4, 4, 8)))))
+            element_bytes = draw(st.sampled_from((4, 4, 8)))
+            num_rows = num_bytes // (4 * ROW_ELEMENTS) if element_bytes == 4 else 0
+            values.append(Value(index, num_bytes, savers, element_bytes, num_rows))
     return Segment(layer, tuple(operators), tuple(values))
 
 
@@ -43,12 +47,10 @@ def graphs(draw: st.DrawFn) -> ActivationGraph:
 
 
 def _saved_by(value: Value, saver: int) -> Value:
-    return Value(value.owner, value.num_bytes, (*value.savers, saver), value.element_bytes)
+    return replace(value, savers=(*value.savers, saver))
 
 
-def held_by_brute_force(
-    segment: Segment, choice: Mapping[int, Strategy], moves_from_bytes: int, kept_of_quantized: float
-) -> int:
+def held_by_brute_force(segment: Segment, choice: Mapping[int, Strategy], moves_from_bytes: int) -> int:
     """Bytes held at the end of forward, by asking for each value in turn who needs it, and why."""
     operators, values = segment.operators, segment.values
 
@@ -81,7 +83,7 @@ def held_by_brute_force(
         if strategy is Strategy.OFFLOAD and is_large:
             continue
         if strategy is Strategy.QUANTIZE and is_large and value.element_bytes == 4:
-            total += int(value.num_bytes * kept_of_quantized)
+            total += value.num_bytes // 4 + 4 * (value.num_bytes // (4 * ROW_ELEMENTS))
         else:
             total += value.num_bytes
     return total

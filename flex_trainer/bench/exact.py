@@ -1,0 +1,308 @@
+"""The exact optimum of a mitigation problem, as a mixed-integer linear programme for scipy's HiGHS.
+
+It decides operator by operator, with the rules of `cost/evaluate.py` and the timeline of `cost/timeline.py`, and knows
+nothing of the planner's choices: what the planner finds is compared with it. It is slow, so only benchmarks and tests
+use it.
+
+Binary: what each operator does. The rest follows and is continuous in [0, 1]: each such variable is only bounded from
+below, costs bytes or seconds, and so takes the value that the rules give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flex_trainer.cost.evaluate import backward_transients, forward_transients, unpaid_operators
+from flex_trainer.cost.graph import ActivationGraph, Operator, Segment
+from flex_trainer.cost.roofline import Rates
+from flex_trainer.cost.timeline import GradientBytes, with_gradients
+from flex_trainer.errors import UserError
+from flex_trainer.strategy import Strategy
+
+_Terms = dict[int, float]
+"""Variable -> coefficient; key -1 is the constant."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What the solver found."""
+
+    seconds: float | None
+    """Added seconds of the best plan it found; None: none fits, or none was found in time."""
+    bound_seconds: float
+    """No plan adds less; infinite: none fits."""
+    is_proven: bool
+    strategies: dict[str, Strategy]
+
+
+def solve(
+    graph: ActivationGraph,
+    allowed: Iterable[Strategy],
+    rates: Rates,
+    available_bytes: int,
+    *,
+    gradients: GradientBytes | None = None,
+    transient_factor: float = 1.0,
+    time_limit_s: float = 60.0,
+) -> Optimum:
+    """Least added seconds with the peak at most `available_bytes`.
+
+    Raises:
+        ValueError: scipy is not installed.
+    """
+    rates = replace(rates, transient_factor=transient_factor)
+    model = _Model(with_gradients(graph, gradients), tuple(allowed), rates, available_bytes, gradients)
+    return model.solve(time_limit_s)
+
+
+class _Programme:
+    """A linear programme that grows term by term. Bytes are in units of the limit, so that numbers are near 1."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.upper: list[float] = []
+        self.is_integer: list[int] = []
+        self.rows: list[_Terms] = []
+
+    def variable(self, *, is_binary: bool = False, upper: float = 1.0) -> int:
+        self.cost.append(0.0)
+        self.upper.append(upper)
+        self.is_integer.append(int(is_binary))
+        return len(self.cost) - 1
+
+    def at_most_zero(self, *terms: tuple[_Terms, float]) -> None:
+        """sum(terms * factor) <= 0."""
+        row: _Terms = {}
+        for part, factor in terms:
+            for key, value in part.items():
+                row[key] = row.get(key, 0.0) + factor * value
+        self.rows.append(row)
+
+    def at_least(self, variable: int, *terms: tuple[_Terms, float]) -> None:
+        """variable >= sum(terms * factor)."""
+        self.at_most_zero(({variable: 1.0}, -1.0), *terms)
+
+
+class _Model:
+    def __init__(
+        self,
+        graph: ActivationGraph,
+        allowed: tuple[Strategy, ...],
+        rates: Rates,
+        available_bytes: int,
+        gradients: GradientBytes | None,
+    ) -> None:
+        self.graph, self.allowed, self.rates = graph, allowed, rates
+        self.limit_bytes = max(available_bytes, 1)
+        self.programme = _Programme()
+        self.choices: dict[tuple[int, int], dict[Strategy, int]] = {}
+        self.shared = [self.programme.variable() for _ in graph.shared_bytes]
+        parts = [_SegmentPart(self, number, segment) for number, segment in enumerate(graph.segments)]
+        self._peaks(parts, gradients or GradientBytes(), available_bytes)
+
+    def bytes(self, num_bytes: float) -> float:
+        return num_bytes / self.limit_bytes
+
+    def _peaks(
+        self,
+        parts: Sequence[_SegmentPart],
+        gradients: GradientBytes,
+        available_bytes: int,
+    ) -> None:
+        programme, rates = self.programme, self.rates
+        heights = gradients.heights(self.graph.segments)
+        shared = {use: self.bytes(size) for use, size in zip(self.shared, self.graph.shared_bytes, strict=True)}
+        total = sum(value.num_bytes for segment in self.graph.segments for value in segment.values)
+        in_flight_bytes = min(rates.in_flight_bytes, total)
+        for number, part in enumerate(parts):
+            below = [(one.held, 1.0) for one in parts[:number]]
+            if number < len(parts) - 1:
+                below.append((parts[-1].held, 1.0))
+            # min(offloaded up to here, bound): either of the two, whichever the solver likes.
+            offloaded = [(one.offloaded, 1.0) for one in parts[: number + 1] if one.offloaded]
+            in_flight = programme.variable(upper=self.bytes(in_flight_bytes))
+            if offloaded and in_flight_bytes:
+                is_full = programme.variable(is_binary=True)
+                programme.at_least(in_flight, *offloaded, ({is_full: -self.bytes(total)}, 1.0))
+                programme.at_least(in_flight, ({is_full: self.bytes(in_flight_bytes)}, 1.0))
+            beside = ({in_flight: 1.0, -1: self.bytes(float(heights[number]) - available_bytes)}, 1.0)
+            for point in ([(part.held, 1.0)], *part.points):
+                programme.at_most_zero(*below, (shared, 1.0), beside, *point)
+        end_bytes = sum(gradients.pending.values()) - available_bytes
+        programme.at_most_zero((parts[-1].held, 1.0), ({-1: self.bytes(end_bytes)}, 1.0))
+
+    def solve(self, time_limit_s: float) -> Optimum:
+        try:
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import csr_array
+        except ImportError:
+            raise UserError("the exact optimum needs scipy: pip install 'flex-trainer[bench]'") from None
+        programme = self.programme
+        scale = max(max(programme.cost, default=0.0), 1e-12)
+        row, column, value = [], [], []
+        upper = np.zeros(len(programme.rows))
+        for number, terms in enumerate(programme.rows):
+            for key, coefficient in terms.items():
+                if key < 0:
+                    upper[number] = -coefficient
+                elif coefficient:
+                    row.append(number)
+                    column.append(key)
+                    value.append(coefficient)
+        matrix = csr_array((value, (row, column)), shape=(len(programme.rows), len(programme.cost)))
+        result = milp(
+            np.array(programme.cost) / scale,
+            integrality=np.array(programme.is_integer),
+            bounds=Bounds(0, np.array(programme.upper)),  # pyright: ignore[reportArgumentType]
+            constraints=LinearConstraint(matrix, -np.inf, upper),  # pyright: ignore[reportArgumentType]
+            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6},
+        )
+        if result.status == 2:
+            return Optimum(None, np.inf, True, {})
+        bound = getattr(result, "mip_dual_bound", None)
+        bound_seconds = 0.0 if bound is None else max(float(bound) * scale, 0.0)
+        if result.x is None:
+            return Optimum(None, bound_seconds, False, {})
+        strategies = {
+            self.graph.segments[segment].operators[operator].site.name: strategy
+            for (segment, operator), codes in self.choices.items()
+            for strategy, variable in codes.items()
+            if result.x[variable] > 0.5
+        }
+        return Optimum(float(result.fun) * scale, bound_seconds, result.status == 0, strategies)
+
+
+class _SegmentPart:
+    """One segment in the programme."""
+
+    def __init__(self, model: _Model, number: int, segment: Segment) -> None:
+        self.model, self.segment, self.programme = model, segment, model.programme
+        operators = segment.operators
+        self.held: _Terms = {}
+        self.points: list[list[tuple[_Terms, float]]] = []
+        """What is there of this segment at each of its operators, in backward and in forward."""
+        self.offloaded: _Terms = {}
+        self.does: list[dict[Strategy, int]] = []
+        self.around = [list(_self_and_enclosing(operators, index)) for index in range(len(operators))]
+        for index, operator in enumerate(operators):
+            may = [strategy for strategy in model.allowed if operator.site.allows(strategy)]
+            codes = {strategy: self.programme.variable(is_binary=True) for strategy in may}
+            self.does.append(codes)
+            model.choices[number, index] = codes
+            self.programme.at_most_zero((dict.fromkeys(codes.values(), 1.0), 1.0), ({-1: -1.0}, 1.0))
+        for index in range(len(operators)):
+            for outer in self.around[index][1:]:  # inside of a recomputed block, nothing else is decided
+                recompute = self.does[outer].get(Strategy.RECOMPUTE)
+                if recompute is not None and self.does[index]:
+                    self.programme.at_most_zero(
+                        (dict.fromkeys(self.does[index].values(), 1.0), 1.0), ({recompute: 1.0, -1: -1.0}, 1.0)
+                    )
+        self.needed = [self._needed(index) for index in range(len(segment.values))]
+        self.output_is_needed: dict[int, int] = {}
+        self._replays()
+        self._bytes()
+
+    def _is_region(self, operators: Iterable[int]) -> _Terms:
+        """1 if one of the operators is the region, that is, recomputed."""
+        found = (self.does[index].get(Strategy.RECOMPUTE) for index in operators)
+        return {variable: 1.0 for variable in found if variable is not None}
+
+    def _needed(self, index: int) -> int:
+        """Somebody outside of the region that makes the value saves it. (That a replay takes it is added later.)"""
+        value, needed = self.segment.values[index], self.programme.variable()
+        for saver in value.savers:
+            both = set(self.around[saver]) & set(self.around[value.owner]) if min(saver, value.owner) >= 0 else set()
+            self.programme.at_least(needed, ({-1: 1.0}, 1.0), (self._is_region(both), -1.0))
+        return needed
+
+    def _replays(self) -> None:
+        programme, rates, operators = self.programme, self.model.rates, self.segment.operators
+        for index, operator in enumerate(operators):
+            recompute = self.does[index].get(Strategy.RECOMPUTE)
+            if recompute is None:
+                continue
+            made = [i for i, value in enumerate(self.segment.values) if self._is_inside(value.owner, index)]
+            savers = [saver for i in made for saver in self.segment.values[i].savers if self._is_inside(saver, index)]
+            output, live = programme.variable(), programme.variable()
+            self.output_is_needed[index] = output
+            for value in made:
+                programme.at_least(output, ({self.needed[value]: 1.0, recompute: 1.0, -1: -1.0}, 1.0))
+            programme.at_least(live, ({output: 1.0}, 1.0))
+            unpaid = 0.0
+            if savers:
+                programme.at_least(live, ({recompute: 1.0}, 1.0))
+                if operator.site.is_block:
+                    unpaid = sum(operators[i].seconds for i in unpaid_operators(operators, index, max(savers)))
+            programme.cost[live] += rates.replay_overhead_seconds + operator.seconds - unpaid
+            programme.cost[output] += unpaid
+            for value in operator.inputs:
+                programme.at_least(self.needed[value], ({live: 1.0}, 1.0))
+            for value in operator.shared_inputs:
+                programme.at_least(self.model.shared[value], ({live: 1.0}, 1.0))
+
+    def _is_inside(self, operator: int, block: int) -> bool:
+        return operator >= 0 and block in self.around[operator]
+
+    def _bytes(self) -> None:
+        programme, model = self.programme, self.model
+        uses, factor = self.segment.uses, model.rates.transient_factor
+        backward = [
+            [({-1: model.bytes(size)}, factor)] if size is not None else None
+            for size in backward_transients(self.segment)
+        ]
+        forward = [[({-1: model.bytes(size)}, factor)] for size in forward_transients(self.segment)]
+        for index, value in enumerate(self.segment.values):
+            size, needed = model.bytes(value.num_bytes), self.needed[index]
+            enclosing = self.around[value.owner] if value.owner >= 0 else []
+            stays = programme.variable()  # needed, and not dropped
+            programme.at_least(stays, ({needed: 1.0}, 1.0), (self._is_region(enclosing), -1.0))
+            held = programme.variable(upper=size)
+            kept: list[tuple[_Terms, float]] = [({stays: size}, 1.0)]
+            moves = self.does[value.owner] if value.owner >= 0 else {}
+            for strategy, variable in moves.items():
+                if not model.rates.moves(strategy, value):
+                    continue
+                left = model.bytes(model.rates.left_bytes(strategy, value))
+                kept.append(({variable: left - size}, 1.0))
+                moved = programme.variable()
+                programme.at_least(moved, ({stays: 1.0, variable: 1.0, -1: -1.0}, 1.0))
+                programme.cost[moved] += model.rates.moved(strategy, value.num_bytes)
+                last = uses.last[index]
+                self._there(backward, min(uses.first[index], last), last, {moved: size}, factor)
+                self._there(forward, value.owner, uses.last_forward[index], {moved: size}, factor)
+                if strategy is Strategy.OFFLOAD:
+                    self.offloaded[moved] = size
+            programme.at_least(held, *kept)
+            self.held[held] = 1.0
+            self._there(backward, uses.first[index], len(backward) - 1, {held: 1.0}, 1.0)
+            self._there(forward, value.owner, len(forward) - 1, {held: 1.0}, 1.0)
+            for region in enclosing:
+                recompute = self.does[region].get(Strategy.RECOMPUTE)
+                if recompute is None:
+                    continue
+                comes_back = programme.variable()
+                if value.savers:
+                    programme.at_least(comes_back, ({recompute: 1.0}, 1.0))
+                else:
+                    programme.at_least(comes_back, ({needed: 1.0, recompute: 1.0, -1: -1.0}, 1.0))
+                since = uses.replay_at[region]
+                self._there(backward, min(uses.first[index], since), since, {comes_back: size}, factor)
+                self._there(forward, value.owner, uses.last_forward[index], {comes_back: size}, factor)
+        self.points = [point for point in (*backward, *forward) if point is not None]
+
+    def _there(
+        self, points: Sequence[list[tuple[_Terms, float]] | None], first: int, last: int, terms: _Terms, factor: float
+    ) -> None:
+        """The terms count from one operator to another, both included."""
+        for point in points[max(first, 0) : last + 1]:
+            if point is not None:
+                point.append((terms, factor))
+
+
+def _self_and_enclosing(operators: tuple[Operator, ...], index: int) -> Iterable[int]:
+    while index >= 0:
+        yield index
+        index = operators[index].parent

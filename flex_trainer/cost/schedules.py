@@ -1,0 +1,121 @@
+"""Pipeline schedules as data: for every rank the sequence of its actions.
+
+one_forward_one_backward(2, 3)
+rank 0:  F0 F1 B0 F2 B1 B2
+rank 1:  F0 B0 F1 B1 F2 B2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from flex_trainer.errors import UserError
+
+
+class Kind(Enum):
+    """What an action does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    """The part of a split backward that the chunk before waits for: gradients of activations."""
+    WEIGHT = "W"
+    """The other part: gradients of weights."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One micro-batch going through one chunk."""
+
+    kind: Kind
+    micro_batch: int
+    chunk: int = 0
+    """The part of the model, counted along the way of a micro-batch; on rank `chunk % p`."""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.micro_batch} of chunk {self.chunk}"
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""Actions by rank."""
+
+
+def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
+    """All forwards, then all backwards, the last micro-batch first (GPipe, Huang et al. 2019)."""
+    _check(num_stages, num_micro_batches)
+    return tuple(
+        tuple(Action(Kind.FORWARD, i, rank) for i in range(num_micro_batches))
+        + tuple(Action(Kind.BACKWARD, i, rank) for i in reversed(range(num_micro_batches)))
+        for rank in range(num_stages)
+    )
+
+
+def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Schedule:
+    """1F1B: rank r runs p - r - 1 forwards ahead, then one forward and one backward in turn (PipeDream-Flush,
+    Narayanan et al. 2021). It holds min(m, p - r) micro-batches at most. With one stage it is plain accumulation."""
+    _check(num_stages, num_micro_batches)
+    ranks = []
+    for rank in range(num_stages):
+        num_ahead = min(num_stages - rank - 1, num_micro_batches)
+        actions = [Action(Kind.FORWARD, i, rank) for i in range(num_ahead)]
+        for i in range(num_micro_batches - num_ahead):
+            actions += [Action(Kind.FORWARD, num_ahead + i, rank), Action(Kind.BACKWARD, i, rank)]
+        actions += [Action(Kind.BACKWARD, i, rank) for i in range(num_micro_batches - num_ahead, num_micro_batches)]
+        ranks.append(tuple(actions))
+    return tuple(ranks)
+
+
+def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): rank r holds chunks r, p + r, ..., v of them, and goes
+    through groups of p micro-batches, chunk by chunk.
+
+    Raises:
+        ValueError: the micro-batches are no multiple of the stages.
+    """
+    _check(num_stages, num_micro_batches)
+    if num_chunks < 1:
+        raise UserError(f"num_chunks={num_chunks} must be at least 1")
+    if num_chunks == 1:
+        return one_forward_one_backward(num_stages, num_micro_batches)
+    if num_micro_batches % num_stages:
+        raise UserError(
+            f"{num_micro_batches} micro-batches are no multiple of {num_stages} stages, which the interleaved schedule "
+            "needs; change gradient_accumulation_steps"
+        )
+    total = num_micro_batches * num_chunks
+    ranks = []
+    for rank in range(num_stages):
+
+        def forward(number: int, rank: int = rank) -> Action:
+            return Action(Kind.FORWARD, *_place(number, rank, is_backward=False))
+
+        def backward(number: int, rank: int = rank) -> Action:
+            return Action(Kind.BACKWARD, *_place(number, rank, is_backward=True))
+
+        def _place(number: int, rank: int, *, is_backward: bool) -> tuple[int, int]:
+            group, within = divmod(number, num_stages * num_chunks)
+            chunk = within // num_stages
+            if is_backward:
+                chunk = num_chunks - 1 - chunk
+            return group * num_stages + within % num_stages, chunk * num_stages + rank
+
+        num_ahead = min(2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages, total)
+        actions = [forward(number) for number in range(num_ahead)]
+        for number in range(total - num_ahead):
+            actions += [forward(num_ahead + number), backward(number)]
+        actions += [backward(number) for number in range(total - num_ahead, total)]
+        ranks.append(tuple(actions))
+    return tuple(ranks)
+
+
+SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {"1f1b": one_forward_one_backward, "gpipe": gpipe}
+"""Those with one chunk per rank, by name."""
+
+
+def _check(num_stages: int, num_micro_batches: int) -> None:
+    if num_stages < 1 or num_micro_batches < 1:
+        raise UserError(
+            f"a schedule of {num_stages} stages and {num_micro_batches} micro-batches is empty; both must be at least 1"
+        )

@@ -1,0 +1,80 @@
+"""Time and buffers of what ranks send each other: a simple bandwidth model, stated where it is used.
+
+Ranks are numbered with ep innermost, then fsdp, then replicas, then pipeline stages, and fill nodes in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flex_trainer.cost.hardware import Hardware
+from flex_trainer.estimate.mesh import Mesh
+from flex_trainer.estimate.weights import Weight, gathered_bytes, local_bytes
+
+
+@dataclass(frozen=True)
+class LayerLinks:
+    """One layer (or the outside, -1) on one rank; seconds."""
+
+    exchange_forward: float = 0.0
+    """All-to-all of routed rows to the experts and back, with balanced routing. Nothing hides it."""
+    gather: float = 0.0
+    """FSDP's all-gather of the layer's weights: once in forward, once in backward; behind computing as far as that
+    takes."""
+    reduce: float = 0.0
+    """FSDP's reduce-scatter of its gradients."""
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """All of a stage."""
+
+    layers: dict[int, LayerLinks]
+    hand_over_seconds: float
+    """Hidden states to the next stage, or their gradients to the one before."""
+    replicas_seconds: float
+    """All-reduce of gradients over replicas, once per step."""
+
+
+def stage_links(
+    weights: list[Weight],
+    mesh: Mesh,
+    hardware: Hardware,
+    routed_layers: frozenset[int],
+    num_rows: int,
+    row_bytes: int,
+    hidden_bytes: int,
+) -> StageLinks:
+    """Args:
+    weights: of the stage.
+    num_rows: rows (token, expert pairs) that a rank routes in a layer.
+    row_bytes: bytes of a row: hidden size times bytes of an element.
+    hidden_bytes: hidden states of a micro-batch.
+    """
+    node = hardware.devices_per_node
+    exchange = 2 * hardware.all_to_all_seconds(num_rows * row_bytes, mesh.ep, node)
+    dense: dict[int, int] = {}
+    routed: dict[int, int] = {}
+    for weight in weights:
+        sums = routed if weight.is_expert else dense
+        sums[weight.layer] = sums.get(weight.layer, 0) + gathered_bytes(weight, mesh)
+    layers = {}
+    for layer in dense.keys() | routed.keys():
+        # Neighbouring ranks are an expert group, so those that share an expert are ep apart.
+        seconds = hardware.ring_seconds(dense.get(layer, 0), mesh.fsdp, node)
+        seconds += hardware.ring_seconds(routed.get(layer, 0), mesh.efsdp, max(node // mesh.ep, 1))
+        layers[layer] = LayerLinks(exchange if layer in routed_layers else 0.0, seconds, seconds)
+    hand_over = 0.0
+    if mesh.pp > 1:
+        is_near = mesh.fsdp * mesh.dp_replicate * mesh.pp <= node
+        link = hardware.node_link_bytes_per_second if is_near else hardware.network_bytes_per_second
+        hand_over = hidden_bytes / (link * hardware.attainable.link)
+    gradients = sum(local_bytes(weight, mesh) for weight in weights if weight.is_trainable)
+    # An all-reduce is a reduce-scatter and an all-gather.
+    replicas = 2 * hardware.ring_seconds(gradients, mesh.dp_replicate, max(node // mesh.fsdp, 1))
+    return StageLinks(layers, hand_over, replicas)
+
+
+def exchange_bytes(num_rows: int, row_bytes: int, mesh: Mesh, factor: float) -> int:
+    """Buffers of one exchange: the rows that leave, and those that arrive (`factor` times as many)."""
+    return int((1 + factor) * num_rows * row_bytes) if mesh.ep > 1 else 0

@@ -1,0 +1,101 @@
+"""What a plan needs to know of a recipe, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flex_trainer.config import amount_bytes
+from flex_trainer.cost.hardware import Hardware
+from flex_trainer.errors import UserError
+from flex_trainer.estimate.optimizers import DEFAULT, optimizer
+from flex_trainer.estimate.stage import Precision
+from flex_trainer.recipe import Recipe
+from flex_trainer.strategy import Strategy
+
+_AUTO_LIMIT = 0.9
+"""Share of the device's memory that memory_limit "auto" stands for here: the rest is for the driver, communication
+libraries and what the allocator keeps."""
+AUTO_RESERVE = 0.015
+"""Share of the limit that transient_reserve "auto" keeps free, as in a run."""
+_IN_FLIGHT_SHARE, _LEAST_IN_FLIGHT_BYTES = 0.02, 2**24
+"""Offload copies on their way may hold as much, as in a run."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One way to run: a recipe's values, or those of a change that is tried."""
+
+    batch_size: int
+    """Samples per device in a micro-batch."""
+    sequence_length: int
+    num_micro_batches: int
+    """gradient_accumulation_steps."""
+    fsdp: int
+    ep: int
+    pp: int
+    num_ranks: int | None
+    precision: Precision
+    optim: str
+    strategies: tuple[Strategy, ...]
+    method: str
+    """The planner's."""
+    limit_bytes: int
+    reserve_bytes: int
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Most that offload copies may hold."""
+        if Strategy.OFFLOAD not in self.strategies:
+            return 0
+        return max(int(_IN_FLIGHT_SHARE * self.limit_bytes), _LEAST_IN_FLIGHT_BYTES)
+
+
+def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weights_dtype: torch.dtype) -> Settings:
+    """Read a recipe's sections.
+
+    Args:
+        num_ranks: ranks in all; None: fsdp x pp.
+        weights_dtype: of the model's parameters.
+
+    Raises:
+        ValueError: a size that is no positive number, an optimizer whose state is not known.
+    """
+    training = recipe.training
+    optim = str(training.get("optim", DEFAULT))
+    optimizer(optim)
+    if num_ranks is not None and num_ranks < 1:
+        raise UserError(f"--ranks {num_ranks} must be at least 1")
+    limit_bytes = recipe.flex.limit_bytes(hardware.memory_bytes, int(_AUTO_LIMIT * hardware.memory_bytes))
+    reserve = recipe.flex.transient_reserve
+    reserve_bytes = int(AUTO_RESERVE * limit_bytes) if reserve == "auto" else amount_bytes(reserve, limit_bytes)
+    return Settings(
+        batch_size=_positive(training, "per_device_train_batch_size", 8),
+        sequence_length=recipe.data.sequence_length,
+        num_micro_batches=_positive(training, "gradient_accumulation_steps", 1),
+        fsdp=recipe.parallel.fsdp,
+        ep=recipe.parallel.ep,
+        pp=recipe.parallel.pp,
+        num_ranks=num_ranks,
+        precision=_precision(training, weights_dtype),
+        optim=optim,
+        strategies=tuple(Strategy(name) for name in recipe.flex.strategies),
+        method=recipe.flex.planner,
+        limit_bytes=limit_bytes,
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def _precision(training: dict[str, object], weights_dtype: torch.dtype) -> Precision:
+    autocast = torch.bfloat16 if training.get("bf16") else torch.float16 if training.get("fp16") else None
+    if autocast is not None or weights_dtype in (torch.bfloat16, torch.float16):
+        return Precision(autocast, "bfloat16")  # float16 runs as fast
+    return Precision(None, "tf32" if training.get("tf32") else "float32")
+
+
+def _positive(training: dict[str, object], name: str, default: int) -> int:
+    value = training.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"training.{name}: {value!r} must be a whole number of at least 1")
+    return value

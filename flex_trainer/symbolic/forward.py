@@ -1,0 +1,222 @@
+"""One forward and backward on shapes alone: what each operator saves, needs and does, with no weights in memory.
+
+The model's twin runs under torch's fake tensors with the engine around it, everything kept. The engine writes the same
+trace as in a real forward, so all sizes are those of the real run: dtypes, views, shared storages, autocast copies. In
+addition every operation is counted, which gives the transient bytes of each operator, its floating-point operations
+and the bytes it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.scope import Scope
+from flex_trainer.activations.trace import Trace, Work
+from flex_trainer.activations.values import Packed
+from flex_trainer.compat import as_if_real
+from flex_trainer.models.discovery import ModelMap, discover
+from flex_trainer.models.instrument import Instrumentation
+from flex_trainer.planner.plan import Uniform
+from flex_trainer.strategy import Site, Strategy
+from flex_trainer.symbolic.attention import FusedAttention
+from flex_trainer.symbolic.counter import NotSymbolic, OperationCounter
+from flex_trainer.symbolic.twin import symbolic_twin
+
+_CANNOT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@dataclass(frozen=True)
+class SymbolicForward:
+    """What one forward and backward would do."""
+
+    trace: Trace
+    """Every call with its `work`; times are zero."""
+    outside: Work
+    """What is done outside of all operators."""
+    routed_rows: Mapping[str, int]
+    """Rows (token, expert pairs) of each experts block, by site name."""
+    held_bytes: int
+    """Saved bytes at the end of forward, everything kept."""
+    num_unmanaged: int
+
+
+class SymbolicModel:
+    """The twin of one model, for traces at any shape.
+
+    Args:
+        model: on any device, also meta; it is not changed.
+        device: where the run is to be imagined.
+        has_fused_attention: whether attention is to be traced as the fused kernels of a GPU run it.
+        find: lists the operators of the twin.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        has_fused_attention: bool,
+        find: Callable[[nn.Module], ModelMap] = discover,
+    ) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self._has_fused_attention = has_fused_attention
+        self._twin = symbolic_twin(model, self._mode, device)
+        self._map = find(self._twin)
+        self._parameters = [*self._twin.parameters(), *self._twin.buffers()]
+
+    def trace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, has_padding: bool = False, with_backward: bool = True
+    ) -> SymbolicForward:
+        """Trace one training micro-batch.
+
+        Args:
+            args, kwargs: the forward's arguments; of tensors only shape and dtype are read.
+            has_padding: whether the attention mask among them masks anything.
+            with_backward: also run backward, for what it needs and does; without, that part of `work` is 0.
+
+        Raises:
+            NotSymbolic: what the model does depends on data, or an operation has no shape rule.
+        """
+        run = _Run(self._twin, self._parameters, has_padding)
+        args, kwargs = tree_map_only(torch.Tensor, self._fakes(), (args, dict(kwargs)))
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                run.counter.watch(leaf)  # what autograd saves of the inputs is held as well
+        instrumentation = Instrumentation(self._twin, self._map, run.note_routing)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._mode)
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(as_if_real())
+                stack.enter_context(run.counter)
+                if self._has_fused_attention:
+                    stack.enter_context(FusedAttention(lambda: run.work, lambda: run.work))
+                return run.forward_and_backward(args, kwargs, with_backward)
+        except _CANNOT as error:
+            raise NotSymbolic(f"the model cannot be run on shapes alone: {error}") from error
+        finally:
+            instrumentation.remove()
+            for parameter in self._twin.parameters():
+                parameter.grad = None
+
+    def _fakes(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Makes fake tensors; of one that is given twice (ids that are labels too), one."""
+        known: dict[int, torch.Tensor] = {}
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in known:
+                with self._mode:
+                    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+            return known[id(tensor)]
+
+        return fake
+
+
+class _SymbolicScope(Scope):
+    """Also says whose saved tensor backward asks for: that operator's backward is running."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.in_backward = -1
+
+    @property
+    def running(self) -> int:
+        """Index of the innermost call that runs forward, or -1."""
+        return self._stack[-1] if self._stack else -1
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return _Asked(super()._pack(tensor), self.running, self)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        self.in_backward = packed.call
+        return super()._unpack(packed.inner)
+
+
+class _Asked:
+    __slots__ = ("call", "inner")
+
+    def __init__(self, inner: Packed, call: int, scope: _SymbolicScope) -> None:
+        self.inner = inner
+        self.call = call
+
+
+class _Run:
+    """One traced micro-batch."""
+
+    def __init__(self, twin: nn.Module, parameters: list[torch.Tensor], has_padding: bool) -> None:
+        self._twin = twin
+        self._ledger = Ledger()
+        self._scope = _SymbolicScope(Uniform(Strategy.KEEP), self._ledger, parameters=parameters)
+        self._outside = Work()
+        self._routed_rows: dict[str, int] = {}
+        self._is_backward = False
+        self.counter = OperationCounter(
+            lambda: self.work, lambda: self._is_backward, lambda: self._ledger.held_bytes, has_padding
+        )
+
+    @property
+    def work(self) -> Work:
+        """Of whoever is running now."""
+        scope = self._scope
+        index = scope.in_backward if self._is_backward else scope.running
+        if index < 0:
+            return self._outside
+        call = scope._trace.calls[index]
+        if call.work is None:
+            call.work = Work()
+        return call.work
+
+    def note_routing(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
+        self._routed_rows[site.name] = top_k_index.numel()
+
+    def forward_and_backward(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], with_backward: bool
+    ) -> SymbolicForward:
+        with self._scope.open():
+            output = self._twin(*args, **kwargs)
+        held_bytes = self._ledger.held_bytes
+        if with_backward:
+            handles = [
+                parameter.register_post_accumulate_grad_hook(self.counter.note_gradient)
+                for parameter in self._twin.parameters()
+                if parameter.requires_grad
+            ]
+            loss = _loss(output)
+            del output
+            self._is_backward = True
+            loss.backward()
+            for handle in handles:
+                handle.remove()
+        trace = self._scope._trace
+        trace.is_symbolic = True
+        for call in trace.calls:
+            call.work = call.work or Work()
+        return SymbolicForward(trace, self._outside, self._routed_rows, held_bytes, self._ledger.num_unmanaged)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    """The model's loss, or, where the Trainer computes one, something that depends on all that it may use."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not leaves:
+        raise NotSymbolic("the model's output requires no gradient")
+    return sum((leaf.float().sum() for leaf in leaves), leaves[0].new_zeros((), dtype=torch.float32))

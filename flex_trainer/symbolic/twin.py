@@ -1,0 +1,46 @@
+"""A copy of a model whose parameters and buffers have shapes and no data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
+
+
+def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Copy `model` (on any device, also meta) with fake tensors of `mode` on `device` in place of its own.
+
+    Nothing of the copy reaches back: what its forward changes (counters, caches, attributes) is changed in the copy.
+    The hooks that a user put on modules are left out of it, since they may write somewhere else; those of libraries
+    stay (PEFT makes embeddings require gradients that way, transformers collects router logits).
+    """
+    memo: dict[int, Any] = {}
+    with mode:
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = _fake(tensor, device)
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            _remove_foreign(hooks)
+        _remove_foreign(module._backward_pre_hooks)
+    return twin
+
+
+def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def _remove_foreign(hooks: MutableMapping[int, Any]) -> None:
+    for number, hook in list(hooks.items()):
+        module = getattr(hook, "__module__", None) or type(hook).__module__
+        if module.partition(".")[0] not in _LIBRARIES:
+            del hooks[number]
