@@ -3,6 +3,9 @@
     python examples/accelerate_loop.py --tiny
     accelerate launch examples/accelerate_loop.py --model Qwen/Qwen1.5-MoE-A2.7B --text texts.txt --memory-limit 70GiB
 
+Forward and backward are in a function that the plugin runs: where memory runs out, it takes the optimizer step back
+and runs it again in less memory.
+
 `--tiny` trains a small Mixtral with random weights on the help pages of this Python, as bytes: no network, no GPU.
 """
 

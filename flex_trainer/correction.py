@@ -19,6 +19,7 @@ class Correction:
     _STEPS = 50  # per 1.0: a factor that does not jitter lets plans be found in the cache
 
     def __init__(self) -> None:
+        self._is_from_earlier_run = False
         self._seen: deque[tuple[int, float]] = deque(maxlen=self._REMEMBERED)  # (predicted peak, factor)
         self.factor = self._FIRST_GUESS
 
@@ -26,10 +27,11 @@ class Correction:
         """Begin with the factor of an earlier run."""
         if factor is not None:
             self.factor = factor
+            self._is_from_earlier_run = True
 
     def trust_trace(self) -> None:
         """Transients are known from a trace on shapes alone: before anything was measured, little is added to them."""
-        if not self._seen:
+        if not self._seen and not self._is_from_earlier_run:
             self.factor = min(self.factor, self._FIRST_GUESS_TRACED)
 
     def observe(self, plan: Plan, measured_bytes: int, is_exact: bool, room_bytes: int = 0) -> None:

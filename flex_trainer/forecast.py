@@ -7,6 +7,7 @@ micro-batches instead, the first of which runs with everything mitigated.
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import time
@@ -81,6 +82,9 @@ class Forecast:
             symbolic = SymbolicModel(self._model, self._device, has_fused_attention=self._device.type == "cuda")
             forward = symbolic.trace(args, kwargs, has_padding=has_padding)
         random.setstate(python_state)
+        # The twin is full of reference cycles, as any module with bound methods put on it.
+        del symbolic
+        gc.collect()
         self._estimate_seconds(forward.trace)
         return forward.trace, forward.routed_rows
 

@@ -70,9 +70,9 @@ class MicroBatch:
         worst = torch.stack([counts.max() / counts.float().mean().clamp(min=1e-9) for counts in self._counts]).max()
         if worst.is_cuda:
             # On its way while backward runs. Asked for afterwards, it would come when all of backward has.
-            self._has_arrived = torch.cuda.Event()
+            self._has_arrived = arrival = torch.cuda.Event()
             self._worst = worst.to("cpu", non_blocking=True)
-            self._has_arrived.record(torch.cuda.current_stream(worst.device))
+            arrival.record(torch.cuda.current_stream(worst.device))
         else:
             self._worst = worst
         self._counts.clear()

@@ -1,7 +1,7 @@
 """Budget and plan of each micro-batch, from what the profile knows and what was measured.
 
-The cost model knows sizes exactly and transients roughly. What it misses (workspace of kernels, allocator rounding) is
-learnt as the ratio of measured to predicted peak, and taken off what may be planned.
+What a micro-batch holds is known exactly. What comes on top while operators run is known from a trace, up to what
+kernels need inside and how allocators round: a factor on those transients is learnt from measured peaks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flex_trainer import bench
-from flex_trainer.bench import step, survive, survive_child
+from flex_trainer.bench import step, survive
 from flex_trainer.bench.child import varied_lengths
 from flex_trainer.bench.shapes import REFERENCE
 from flex_trainer.testing.processes import SubprocessResult, run_in_subprocess
@@ -129,14 +129,21 @@ def test_every_benchmark_is_found_by_its_name(name: str, monkeypatch: pytest.Mon
     assert (result["name"], result["figures"]) == (name, {"is_quick": True})
 
 
+@pytest.mark.timeout(600)  # three processes, each of which traces and trains
 def test_survive_runs() -> None:
     """The quick benchmark, with fewer micro-batches still."""
-    sides = [
-        survive_child.random_micro_batches(num_runs=1, num_per_run=2, is_flex=is_flex) for is_flex in (False, True)
-    ]
-    assert sides[0]["losses"] == sides[1]["losses"] and len(sides[1]["losses"]) == 3
-    assert (sides[1]["num_over"], sides[1]["live_bytes"]) == (0, 0)
-    assert survive_child.injected_failures(where="backward", num_points=1) == {"num_points": 1, "num_unequal": 0}
+
+    def value(function: str, **arguments: Any) -> Any:
+        result = run_in_subprocess(f"flex_trainer.bench.survive_child:{function}", arguments, timeout_s=190.0)
+        assert result.exit_code == 0, result.stderr
+        return result.value
+
+    plain, flex = (
+        value("random_micro_batches", num_runs=1, num_per_run=2, is_flex=is_flex) for is_flex in (False, True)
+    )
+    assert plain["losses"] == flex["losses"] and len(flex["losses"]) == 3
+    assert (flex["num_over"], flex["live_bytes"]) == (0, 0)
+    assert value("injected_failures", where="backward", num_points=1) == {"num_points": 1, "num_unequal": 0}
 
 
 def test_survive_counts_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

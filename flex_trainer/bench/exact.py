@@ -87,6 +87,8 @@ class _Programme:
 
 
 class _Model:
+    """The programme of one graph: its segments, and the peaks that tie them together."""
+
     def __init__(
         self,
         graph: ActivationGraph,
@@ -103,7 +105,8 @@ class _Model:
         parts = [_SegmentPart(self, number, segment) for number, segment in enumerate(graph.segments)]
         self._peaks(parts, gradients or GradientBytes(), available_bytes)
 
-    def bytes(self, num_bytes: float) -> float:
+    def scaled(self, num_bytes: float) -> float:
+        """Bytes in units of the limit."""
         return num_bytes / self.limit_bytes
 
     def _peaks(
@@ -114,7 +117,7 @@ class _Model:
     ) -> None:
         programme, rates = self.programme, self.rates
         heights = gradients.heights(self.graph.segments)
-        shared = {use: self.bytes(size) for use, size in zip(self.shared, self.graph.shared_bytes, strict=True)}
+        shared = {use: self.scaled(size) for use, size in zip(self.shared, self.graph.shared_bytes, strict=True)}
         total = sum(value.num_bytes for segment in self.graph.segments for value in segment.values)
         in_flight_bytes = min(rates.in_flight_bytes, total)
         for number, part in enumerate(parts):
@@ -123,16 +126,16 @@ class _Model:
                 below.append((parts[-1].held, 1.0))
             # min(offloaded up to here, bound): either of the two, whichever the solver likes.
             offloaded = [(one.offloaded, 1.0) for one in parts[: number + 1] if one.offloaded]
-            in_flight = programme.variable(upper=self.bytes(in_flight_bytes))
+            in_flight = programme.variable(upper=self.scaled(in_flight_bytes))
             if offloaded and in_flight_bytes:
                 is_full = programme.variable(is_binary=True)
-                programme.at_least(in_flight, *offloaded, ({is_full: -self.bytes(total)}, 1.0))
-                programme.at_least(in_flight, ({is_full: self.bytes(in_flight_bytes)}, 1.0))
-            beside = ({in_flight: 1.0, -1: self.bytes(float(heights[number]) - available_bytes)}, 1.0)
+                programme.at_least(in_flight, *offloaded, ({is_full: -self.scaled(total)}, 1.0))
+                programme.at_least(in_flight, ({is_full: self.scaled(in_flight_bytes)}, 1.0))
+            beside = ({in_flight: 1.0, -1: self.scaled(float(heights[number]) - available_bytes)}, 1.0)
             for point in ([(part.held, 1.0)], *part.points):
                 programme.at_most_zero(*below, (shared, 1.0), beside, *point)
         end_bytes = sum(gradients.pending.values()) - available_bytes
-        programme.at_most_zero((parts[-1].held, 1.0), ({-1: self.bytes(end_bytes)}, 1.0))
+        programme.at_most_zero((parts[-1].held, 1.0), ({-1: self.scaled(end_bytes)}, 1.0))
 
     def solve(self, time_limit_s: float) -> Optimum:
         try:
@@ -250,12 +253,12 @@ class _SegmentPart:
         programme, model = self.programme, self.model
         uses, factor = self.segment.uses, model.rates.transient_factor
         backward = [
-            [({-1: model.bytes(size)}, factor)] if size is not None else None
+            [({-1: model.scaled(size)}, factor)] if size is not None else None
             for size in backward_transients(self.segment)
         ]
-        forward = [[({-1: model.bytes(size)}, factor)] for size in forward_transients(self.segment)]
+        forward = [[({-1: model.scaled(size)}, factor)] for size in forward_transients(self.segment)]
         for index, value in enumerate(self.segment.values):
-            size, needed = model.bytes(value.num_bytes), self.needed[index]
+            size, needed = model.scaled(value.num_bytes), self.needed[index]
             enclosing = self.around[value.owner] if value.owner >= 0 else []
             stays = programme.variable()  # needed, and not dropped
             programme.at_least(stays, ({needed: 1.0}, 1.0), (self._is_region(enclosing), -1.0))
@@ -265,7 +268,7 @@ class _SegmentPart:
             for strategy, variable in moves.items():
                 if not model.rates.moves(strategy, value):
                     continue
-                left = model.bytes(model.rates.left_bytes(strategy, value))
+                left = model.scaled(model.rates.left_bytes(strategy, value))
                 kept.append(({variable: left - size}, 1.0))
                 moved = programme.variable()
                 programme.at_least(moved, ({stays: 1.0, variable: 1.0, -1: -1.0}, 1.0))

@@ -95,8 +95,8 @@ def _peaks(shape: BenchShape, shares: Iterable[float | None], console: Console) 
         }
         result = run_in_subprocess("flex_trainer.bench.child:train", arguments, timeout_s=_TIMEOUT_S)
         if result.exit_code != 0:
-            error = result.error or f"exit code {result.exit_code}"
-            raise RuntimeError(f"{shape.name} under {limit_bytes} bytes ended with {error}: {result.stderr[-2000:]}")
+            reason = result.error or f"exit code {result.exit_code}"
+            raise RuntimeError(f"{shape.name} under {limit_bytes} bytes ended with {reason}: {result.stderr[-2000:]}")
         records = result.value["records"]
         if share is None:
             lowest_bytes = max(record["baseline_bytes"] for record in records)

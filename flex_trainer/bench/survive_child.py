@@ -28,7 +28,7 @@ _LENGTHS = range(32, 513, 32)
 _MIB = 2**20
 _ROOM_MIB = {("recompute",): (60, 130), ("offload",): (70, 130), ("recompute", "offload"): (60, 130)}
 """Least and most that a run may use above what is in use at its start."""
-_WARM_UP_MIB = 80
+_WARM_UP_MIB = 110
 _ACCUMULATION = 2
 _EVALUATION_EVERY = 10
 _NUM_STEPS = 2

@@ -1,8 +1,9 @@
 """What many choices cost at once: `evaluate` for arrays of choices, with the same rules and the same results.
 
 Which values a choice holds and which regions it replays follows from who makes, takes and saves what; sizes and times
-only weigh it. So a `Structure` works the first part out for many sets of recomputed operators ("patterns") as 0/1
-matrices, which segments of every shape share; `Weights` turns them into bytes and seconds by matrix products.
+only weigh it. So a `SegmentStructure` works the first part out for many sets of recomputed operators ("patterns") as
+0/1 matrices, which segments of every shape share; a `CompiledSegment` turns them into bytes and seconds by matrix
+products.
 
 Letters of the shapes: P patterns, C choices, n operators, m values, D levels of blocks around an operator, K the four
 strategies in the order of `CODES`. Heights are 2n: over the operators in backward, then in forward.
@@ -24,7 +25,7 @@ from flex_trainer.cost.evaluate import (
     unpaid_operators,
 )
 from flex_trainer.cost.graph import Segment
-from flex_trainer.cost.roofline import Rates, Roofline
+from flex_trainer.cost.roofline import Rates
 from flex_trainer.strategy import Strategy
 
 CODES = (Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE)
@@ -73,15 +74,15 @@ class _Key:
     segment: Segment = field(compare=False)
 
 
-def structure_of(segment: Segment) -> Structure:
+def structure_of(segment: Segment) -> SegmentStructure:
     """The structure of a segment, worked out when first seen."""
     operators, values = map(_operator_structure, segment.operators), map(_value_structure, segment.values)
     return _compile(_Key(segment.layer < 0, tuple(operators), tuple(values), segment))
 
 
 @lru_cache(maxsize=_MAX_STRUCTURES)
-def _compile(key: _Key) -> Structure:
-    return Structure(key.segment)
+def _compile(key: _Key) -> SegmentStructure:
+    return SegmentStructure(key.segment)
 
 
 def forget_structures() -> None:
@@ -89,7 +90,7 @@ def forget_structures() -> None:
     _compile.cache_clear()
 
 
-class Structure:
+class SegmentStructure:
     """Who makes, takes and saves what in a segment, whatever the sizes."""
 
     def __init__(self, segment: Segment) -> None:
@@ -221,11 +222,12 @@ class Structure:
         return Patterns(replayed, stops_early, needed & ~dropped, recovered, shared)
 
 
-class Weights:
-    """Sizes and times of one segment under one machine's rates: turns patterns into bytes and seconds."""
+class CompiledSegment:
+    """One segment under one machine's rates: its structure with sizes and times, which turn patterns into bytes and
+    seconds."""
 
-    def __init__(self, structure: Structure, segment: Segment, rates: Rates) -> None:
-        self.structure = structure
+    def __init__(self, segment: Segment, rates: Rates) -> None:
+        self.structure = structure = structure_of(segment)
         self._bytes = np.array([value.num_bytes for value in segment.values], dtype=np.float64)
         seconds = np.array([operator.seconds for operator in segment.operators], dtype=np.float64)
         self._replay_seconds = rates.replay_overhead_seconds + seconds
@@ -242,7 +244,7 @@ class Weights:
             left = np.array([rates.left_bytes(strategy, value) for value in segment.values], dtype=np.float64)
             freed = (self._bytes - left)[:, None]
             moved = is_moved[:, None] * structure.made
-            columns += [moved * _seconds(roofline, self._bytes)[:, None], moved * freed, moved * sizes]
+            columns += [moved * roofline.seconds(self._bytes)[:, None], moved * freed, moved * sizes]
             self._is_moved.append(is_moved & (structure.owner >= 0))
             heights.append(factor * sizes * structure.there_moved + freed * structure.gone)
         self._moves = np.concatenate(columns, axis=1)
@@ -360,7 +362,3 @@ class Costs:
     def rows(self, index: np.ndarray) -> Costs:
         """The choices at some places."""
         return Costs(*(array[index] for array in vars(self).values()))
-
-
-def _seconds(roofline: Roofline, num_bytes: np.ndarray) -> np.ndarray:
-    return roofline.overhead_seconds + num_bytes / roofline.bytes_per_second

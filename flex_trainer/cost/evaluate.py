@@ -1,4 +1,4 @@
-"""What a choice of strategies costs in one segment: bytes held, seconds added, bytes in flight during backward.
+"""What a choice of strategies costs in one segment: bytes held, seconds added, bytes on top in forward and backward.
 
 The rules are those of the engine (activations/scope.py), applied to data instead of tensors:
 - a value is governed by the operator that made it;
@@ -33,7 +33,8 @@ class SegmentCost:
     """The most needed on top of what is held, at any time in the segment's backward: recovered values, gradients and
     workspace, less what has been let go of by then."""
     forward_bytes: int
-    """The same while an operator runs forward: values that will be dropped or moved, and workspace."""
+    """The same while an operator runs forward, over the stack with all of the segment in it: values that will be
+    dropped or moved, and workspace."""
     transient_bytes: int = 0
     """The part of the larger of the two that is an estimate: `Rates.transient_factor` is in it."""
     offloaded_bytes: int = 0
@@ -258,7 +259,7 @@ def backward_transients(segment: Segment) -> list[int | None]:
 
 
 def forward_transients(segment: Segment) -> list[int]:
-    """By operator: bytes on top in its forward, of what nobody saves; 0 where it is not known."""
+    """By operator: bytes on top in its forward, of what nobody saves; 0 where no trace has told them."""
     return [operator.forward_transient_bytes or 0 for operator in segment.operators]
 
 

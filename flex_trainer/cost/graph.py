@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from flex_trainer.cost.uses import Uses, find_uses
 from flex_trainer.strategy import Site
@@ -40,11 +41,27 @@ class Operator:
     """Of what it takes: indices into `ActivationGraph.shared_bytes`."""
     forward_transient_bytes: int | None = None
     """Most bytes alive on top of what autograd holds while it runs forward, from a symbolic trace; None: not known,
-    estimated from what goes in and out."""
+    counted as 0."""
     backward_transient_bytes: int | None = None
-    """The same for its backward: gradients on their way and workspace, parameter gradients left out."""
+    """The same for its backward: gradients on their way and workspace, parameter gradients left out; None: not known,
+    estimated from what goes in and out (`evaluate.backward_transients`)."""
     gradient_bytes: int = 0
     """Gradients of parameters that its backward leaves behind, where they do not exist yet; from a symbolic trace."""
+
+
+_operator_key = attrgetter(
+    "site.kind",
+    "site.is_block",
+    "site.is_replayable",
+    "parent",
+    "inputs",
+    "shared_inputs",
+    "input_bytes",
+    "output_bytes",
+    "forward_transient_bytes",
+    "backward_transient_bytes",
+)
+_value_key = attrgetter("owner", "num_bytes", "savers", "element_bytes", "num_rows")
 
 
 @dataclass(frozen=True)
@@ -61,25 +78,10 @@ class Segment:
         return find_uses(self)
 
     @property
-    def shape_key(self) -> tuple[object, ...]:
-        """Equal for segments that differ in nothing the planner cares about (times and names apart)."""
-        return (
-            tuple(
-                (
-                    op.site.kind,
-                    op.site.is_replayable,
-                    op.parent,
-                    op.inputs,
-                    op.output_bytes,
-                    op.shared_inputs,
-                    op.forward_transient_bytes,
-                    op.backward_transient_bytes,
-                    op.gradient_bytes,
-                )
-                for op in self.operators
-            ),
-            self.values,
-        )
+    def shape_key(self) -> object:
+        """Equal for segments in which a choice has the same cost, but for names and times. Gradients of parameters
+        count once they are part of the transients (`timeline.with_gradients`)."""
+        return self.layer < 0, tuple(map(_operator_key, self.operators)), tuple(map(_value_key, self.values))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class RankBase:
 
 
 @dataclass(frozen=True)
-class Peak:
+class RankPeak:
     """The highest point of an iteration on one rank."""
 
     num_bytes: int
@@ -97,13 +97,13 @@ class RankTimes:
 class IterationCost:
     """An iteration without its optimizer step."""
 
-    peaks: tuple[Peak, ...]
+    peaks: tuple[RankPeak, ...]
     """One per rank."""
     times: tuple[RankTimes, ...]
     seconds: float
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> RankPeak:
         """The highest of all ranks."""
         return max(self.peaks, key=lambda peak: peak.num_bytes)
 
@@ -129,7 +129,7 @@ def iteration_cost(schedule: Schedule, costs: CostOf, bases: Sequence[RankBase] 
     return IterationCost(peaks, times, seconds)
 
 
-def rank_peak(rank: int, actions: Sequence[Action], costs: CostOf, base: RankBase) -> Peak:
+def rank_peak(rank: int, actions: Sequence[Action], costs: CostOf, base: RankBase) -> RankPeak:
     """The highest point of one rank's actions.
 
     Raises:
@@ -138,7 +138,7 @@ def rank_peak(rank: int, actions: Sequence[Action], costs: CostOf, base: RankBas
     held: dict[tuple[int, int], int] = {}
     first_backward, last_forward = _turns(actions)
     has_gradients = False
-    highest: Peak | None = None
+    highest: RankPeak | None = None
     for position, action in enumerate(actions):
         key, cost = (action.micro_batch, action.chunk), _cost(costs, action)
         if action.kind is Kind.FORWARD:
@@ -161,7 +161,7 @@ def rank_peak(rank: int, actions: Sequence[Action], costs: CostOf, base: RankBas
                 else Phase.STEADY
             )
             in_flight = len(held) + (key not in held)
-            highest = Peak(
+            highest = RankPeak(
                 base_bytes + others + own, rank, position, action, phase, operator, in_flight, others, own, base_bytes
             )
         if action.kind is Kind.FORWARD:

@@ -11,7 +11,7 @@ from flex_trainer.cost.evaluate import SegmentCost, backward_transients, evaluat
 from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.iteration import MicroBatchCost
 from flex_trainer.cost.roofline import Rates
-from flex_trainer.cost.timeline import GradientBytes, with_gradients
+from flex_trainer.cost.timeline import GradientBytes, Timeline, with_gradients
 from flex_trainer.strategy import Strategy
 
 
@@ -45,8 +45,7 @@ class MicroBatchModel:
         numbers: dict[object, int] = {}
         self._kind_of = [numbers.setdefault(_key(segment), len(numbers)) for segment in graph.segments]
         self._memo: dict[tuple[int, tuple[tuple[int, Strategy], ...]], SegmentCost] = {}
-        self._gradients = gradients.heights(graph.segments)
-        self._pending_bytes = sum(gradients.pending.values())
+        self._gradients = gradients
 
     def under(self, strategies: Mapping[str, Strategy]) -> Profiled:
         """Under strategies by site name (absent: keep)."""
@@ -87,27 +86,19 @@ class MicroBatchModel:
         return cost
 
     def _profiled(self, costs: Sequence[SegmentCost]) -> Profiled:
-        """Stacks the segments as `cost/timeline.py` does, and says where the highest points are."""
-        held = np.array([cost.held_bytes for cost in costs], dtype=np.int64)
-        shared_values = {value for cost in costs for value in cost.shared}
-        shared_bytes = sum(self._graph.shared_bytes[value] for value in shared_values)
-        stacked = np.cumsum(held)
-        stacked[:-1] += held[-1]
-        stacked += shared_bytes
-        offloaded = np.array([cost.offloaded_bytes for cost in costs], dtype=np.int64)
-        in_flight = np.minimum(offloaded.cumsum(), self._rates.in_flight_bytes)
-        backward = stacked + np.array([cost.backward_bytes for cost in costs]) + self._gradients + in_flight
-        forward = stacked + np.array([cost.forward_bytes for cost in costs]) + in_flight
+        """The timeline's two halves apart, and where each is highest."""
+        graph = self._graph
+        timeline = Timeline(costs, graph.segments, self._gradients, graph.shared_bytes, self._rates.in_flight_bytes)
+        forward = timeline.heights(np.array([cost.forward_bytes for cost in costs]))
+        backward = timeline.heights(np.array([cost.backward_bytes for cost in costs])) + timeline.gradients
         highest_forward, highest_backward = int(forward.argmax()), int(backward.argmax())
-        # When backward ends, all gradients are there, and what lies outside of the layers has just been let go of.
-        end_bytes = self._pending_bytes + int(held[-1])
         return Profiled(
             MicroBatchCost(
-                held_bytes=int(held.sum()) + shared_bytes,
+                held_bytes=timeline.held_bytes,
                 forward_peak_bytes=int(forward[highest_forward]),
-                backward_peak_bytes=max(int(backward[highest_backward]), end_bytes),
-                forward_operator=_busiest(self._graph.segments[highest_forward], in_backward=False),
-                backward_operator=_busiest(self._graph.segments[highest_backward], in_backward=True),
+                backward_peak_bytes=max(int(backward[highest_backward]), timeline.end_bytes),
+                forward_operator=_busiest(graph.segments[highest_forward], in_backward=False),
+                backward_operator=_busiest(graph.segments[highest_backward], in_backward=True),
             ),
             tuple(costs),
         )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 
 from flex_trainer.cost.graph import Value
 from flex_trainer.strategy import LEAST_MOVED_BYTES, WORTHWHILE, Strategy
+
+_Amount = TypeVar("_Amount", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -16,8 +21,8 @@ class Roofline:
     overhead_seconds: float
     bytes_per_second: float
 
-    def seconds(self, num_bytes: int) -> float:
-        """Time to free `num_bytes` and to bring them back."""
+    def seconds(self, num_bytes: _Amount) -> _Amount:
+        """Time to free `num_bytes` (one amount, or an array of them) and to bring them back."""
         return self.overhead_seconds + num_bytes / self.bytes_per_second
 
 
@@ -35,6 +40,7 @@ class Rates:
     """What comes on top while operators run, over what the operators' transients and recovered values say."""
 
     def moved(self, strategy: Strategy, num_bytes: int) -> float:
+        """Seconds that moving or casting a value of this size adds."""
         return (self.offload if strategy is Strategy.OFFLOAD else self.quantize).seconds(num_bytes)
 
     def moves(self, strategy: Strategy, value: Value) -> bool:

@@ -7,7 +7,6 @@ rank 1:  F0 B0 F1 B1 F2 B2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -87,31 +86,26 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Sch
     total = num_micro_batches * num_chunks
     ranks = []
     for rank in range(num_stages):
-
-        def forward(number: int, rank: int = rank) -> Action:
-            return Action(Kind.FORWARD, *_place(number, rank, is_backward=False))
-
-        def backward(number: int, rank: int = rank) -> Action:
-            return Action(Kind.BACKWARD, *_place(number, rank, is_backward=True))
-
-        def _place(number: int, rank: int, *, is_backward: bool) -> tuple[int, int]:
-            group, within = divmod(number, num_stages * num_chunks)
-            chunk = within // num_stages
-            if is_backward:
-                chunk = num_chunks - 1 - chunk
-            return group * num_stages + within % num_stages, chunk * num_stages + rank
-
+        forward, backward = (
+            [_in_groups(kind, number, rank, num_stages, num_chunks) for number in range(total)]
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+        )
         num_ahead = min(2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages, total)
-        actions = [forward(number) for number in range(num_ahead)]
-        for number in range(total - num_ahead):
-            actions += [forward(num_ahead + number), backward(number)]
-        actions += [backward(number) for number in range(total - num_ahead, total)]
-        ranks.append(tuple(actions))
+        num_turns = total - num_ahead
+        actions = forward[:num_ahead]
+        for turn in zip(forward[num_ahead:], backward[:num_turns], strict=True):
+            actions += turn
+        ranks.append((*actions, *backward[num_turns:]))
     return tuple(ranks)
 
 
-SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {"1f1b": one_forward_one_backward, "gpipe": gpipe}
-"""Those with one chunk per rank, by name."""
+def _in_groups(kind: Kind, number: int, rank: int, num_stages: int, num_chunks: int) -> Action:
+    """A rank's forward or backward number `number`: p micro-batches go through a chunk, then through the next one."""
+    group, within = divmod(number, num_stages * num_chunks)
+    chunk = within // num_stages
+    if kind is Kind.BACKWARD:
+        chunk = num_chunks - 1 - chunk
+    return Action(kind, group * num_stages + within % num_stages, chunk * num_stages + rank)
 
 
 def _check(num_stages: int, num_micro_batches: int) -> None:

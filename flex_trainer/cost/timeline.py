@@ -116,8 +116,9 @@ class Timeline:
         self._held = np.array([cost.held_bytes for cost in costs], dtype=np.int64)
         self._on_top = np.array([cost.on_top_bytes for cost in costs], dtype=np.int64)
         gradients = gradients or GradientBytes()
-        self._gradients = gradients.heights(segments)
-        self._end_bytes = sum(gradients.pending.values())
+        self.gradients = gradients.heights(segments)
+        """Parameter gradients that are there while backward is in each segment."""
+        self._pending_bytes = sum(gradients.pending.values())
 
     def replace(self, segment: int, cost: SegmentCost) -> None:
         self._held[segment] = cost.held_bytes
@@ -132,14 +133,24 @@ class Timeline:
         return int(self._shared_bytes[self._shared_users > 0].sum())
 
     def peak(self) -> Peak:
-        # While backward is in one layer, values of the layers below are on their way up, as many as are allowed.
-        in_flight = np.minimum(self._offloaded.cumsum(), self._in_flight_bytes)
-        heights = self.stacked() + self._on_top + self._gradients + in_flight
+        heights = self.heights(self._on_top) + self.gradients
         segment = int(heights.argmax())
-        held_bytes = int(self._held.sum()) + self._shared()
-        # When backward ends, all gradients are there, and what lies outside of the layers has just been let go of.
-        end_bytes = self._end_bytes + int(self._held[-1])
-        return Peak(max(int(heights[segment]), end_bytes), held_bytes, segment)
+        return Peak(max(int(heights[segment]), self.end_bytes), self.held_bytes, segment)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held at the end of forward."""
+        return int(self._held.sum()) + self._shared()
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes there when backward ends: all gradients, and what lies outside of the layers, just before it goes."""
+        return self._pending_bytes + int(self._held[-1])
+
+    def heights(self, on_top: np.ndarray) -> np.ndarray:
+        """Bytes there while each segment runs and needs so much on top of the stack; gradients left out."""
+        # While backward is in one layer, values of the layers below are on their way up, as many as are allowed.
+        return self.stacked() + on_top + np.minimum(self._offloaded.cumsum(), self._in_flight_bytes)
 
     def stacked(self) -> np.ndarray:
         """Bytes held once each segment has run forward."""

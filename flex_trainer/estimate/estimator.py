@@ -52,7 +52,11 @@ class Estimator:
         self._last_ranks: tuple[tuple[Settings, float], list[Rank]] | None = None
 
     def mesh(self, settings: Settings) -> Mesh:
-        """Raises ValueError: sizes that do not fit together."""
+        """How the ranks are divided.
+
+        Raises:
+            ValueError: sizes that do not fit together.
+        """
         skeleton = self.skeleton
         sizes = settings.fsdp, settings.ep, settings.pp
         return make_mesh(*sizes, settings.num_ranks, skeleton.num_experts, skeleton.num_layers)

@@ -5,6 +5,7 @@ Ranks are numbered with ep innermost, then fsdp, then replicas, then pipeline st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flex_trainer.cost.hardware import Hardware
@@ -14,14 +15,15 @@ from flex_trainer.estimate.weights import Weight, gathered_bytes, local_bytes
 
 @dataclass(frozen=True)
 class LayerLinks:
-    """One layer (or the outside, -1) on one rank; seconds."""
+    """One layer (or the outside, -1) on one rank."""
 
-    exchange_forward: float = 0.0
-    """All-to-all of routed rows to the experts and back, with balanced routing. Nothing hides it."""
-    gather: float = 0.0
+    exchange_seconds: float = 0.0
+    """All-to-all of routed rows to the experts and back, with balanced routing: in forward, and again in backward.
+    Nothing hides it."""
+    gather_seconds: float = 0.0
     """FSDP's all-gather of the layer's weights: once in forward, once in backward; behind computing as far as that
     takes."""
-    reduce: float = 0.0
+    reduce_seconds: float = 0.0
     """FSDP's reduce-scatter of its gradients."""
 
 
@@ -29,7 +31,7 @@ class LayerLinks:
 class StageLinks:
     """All of a stage."""
 
-    layers: dict[int, LayerLinks]
+    layers: Mapping[int, LayerLinks]
     hand_over_seconds: float
     """Hidden states to the next stage, or their gradients to the one before."""
     replicas_seconds: float
@@ -45,11 +47,14 @@ def stage_links(
     row_bytes: int,
     hidden_bytes: int,
 ) -> StageLinks:
-    """Args:
-    weights: of the stage.
-    num_rows: rows (token, expert pairs) that a rank routes in a layer.
-    row_bytes: bytes of a row: hidden size times bytes of an element.
-    hidden_bytes: hidden states of a micro-batch.
+    """Times of everything that one rank of a stage sends.
+
+    Args:
+        weights: of the stage.
+        routed_layers: layers that have experts.
+        num_rows: rows (token, expert pairs) that a rank routes in a layer.
+        row_bytes: bytes of a row: hidden size times bytes of an element.
+        hidden_bytes: hidden states of a micro-batch.
     """
     node = hardware.devices_per_node
     exchange = 2 * hardware.all_to_all_seconds(num_rows * row_bytes, mesh.ep, node)

@@ -57,7 +57,7 @@ OPTIMIZERS = {
     "paged_adamw_32bit": _ADAM_32,
     "paged_adamw": _ADAM_32,
     "adafactor": Optimizer(is_factored=True),
-    "sgd": Optimizer(copies_in_step=0),
+    "sgd": Optimizer(),
     "adagrad": Optimizer(1),
     "rmsprop": Optimizer(1, copies_in_step=1),
     "lion_8bit": _LION_8,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flex_trainer.cost.graph import ActivationGraph, Operator
 from flex_trainer.cost.hardware import Hardware
-from flex_trainer.cost.iteration import MicroBatchCost, Peak, RankBase, rank_peak
+from flex_trainer.cost.iteration import MicroBatchCost, RankBase, RankPeak, rank_peak
 from flex_trainer.cost.micro_batch import MicroBatchModel, Profiled
 from flex_trainer.cost.schedules import Schedule
 from flex_trainer.estimate.links import LayerLinks, StageLinks
@@ -37,7 +37,7 @@ class StageOutcome:
     weights: RankWeights
     micro_batch: MicroBatchCost
     num_in_flight: int
-    peak: Peak
+    peak: RankPeak
     """Of the micro-batches; bytes of weights and all else included."""
     optimizer_step_bytes: int
     """The other high point: parameters, gradients, state and the step's temporary tensors."""
@@ -91,17 +91,11 @@ class Rank:
         self.base = RankBase(self.weights.constant_bytes, stay_bytes)
 
     def outcome(self, way: str) -> StageOutcome:
-        strategies: Mapping[str, Strategy] = {}
-        if way == CHECKPOINT:
-            profiled = self._model.under_full_checkpointing()
-        else:
-            choose: Mapping[str, Callable[[], Plan]] = {
-                PLAN: self._plan,
-                OFFLOAD: lambda: self._planner((Strategy.OFFLOAD,)).uniform(Strategy.OFFLOAD, self._gradients),
-            }
-            strategies = choose[way]().strategies if way in choose else {}
-            profiled = self._model.under(strategies)
-        cost = self._with_times(profiled, routes_again=way == CHECKPOINT)
+        """Memory and time under one of the `WAYS`."""
+        strategies = self._strategies(way)
+        is_checkpointed = way == CHECKPOINT
+        profiled = self._model.under_full_checkpointing() if is_checkpointed else self._model.under(strategies)
+        cost = self._with_times(profiled, routes_again=is_checkpointed)
         peak = self._peak(cost)
         weights = self.weights
         step_bytes = (
@@ -122,18 +116,26 @@ class Rank:
     def late_seconds(self) -> float:
         """Reduction of gradients that no micro-batch hides: what waits for the last, and the replicas'."""
         waits = not self.weights.are_gradients_sharded
-        late = sum(links.reduce for links in self._links.layers.values()) if waits else 0.0
+        late = sum(links.reduce_seconds for links in self._links.layers.values()) if waits else 0.0
         return late + self._links.replicas_seconds
 
     @property
     def _num_in_flight(self) -> int:
         return min(self._settings.num_micro_batches, len(self._schedule) - self.stage.index)
 
-    def _peak(self, cost: MicroBatchCost) -> Peak:
+    def _peak(self, cost: MicroBatchCost) -> RankPeak:
         rank = self.stage.index
         return rank_peak(rank, self._schedule[rank], {rank: cost}, self.base)
 
     # The plan
+
+    def _strategies(self, way: str) -> Mapping[str, Strategy]:
+        if way == PLAN:
+            return self._plan().strategies
+        if way == OFFLOAD:
+            return self._planner((Strategy.OFFLOAD,)).uniform(Strategy.OFFLOAD, self._gradients).strategies
+        assert way in WAYS, way
+        return {}
 
     def _planner(self, strategies: tuple[Strategy, ...]) -> MitigationPlanner:
         return MitigationPlanner(self._graph, strategies, self._rates, method=self._settings.method)
@@ -190,12 +192,12 @@ class Rank:
         for segment, seconds, cost in zip(self._graph.segments, self._seconds, profiled.segments, strict=True):
             links = self._links.layers.get(segment.layer, LayerLinks())
             # The rank that gets most rows also waits longest for them.
-            exchange = links.exchange_forward * max(self._factor, 1.0)
-            reduce = links.reduce if self.weights.are_gradients_sharded else 0.0
+            exchange = links.exchange_seconds * max(self._factor, 1.0)
+            reduce = links.reduce_seconds if self.weights.are_gradients_sharded else 0.0
             again = exchange if routes_again and segment.layer >= 0 else 0.0
-            forward += max(seconds.forward_at(self._factor) + exchange, links.gather)
+            forward += max(seconds.forward_at(self._factor) + exchange, links.gather_seconds)
             computing = seconds.backward_at(self._factor) + cost.added_seconds + exchange + again
-            backward += max(computing, links.gather + reduce)
+            backward += max(computing, links.gather_seconds + reduce)
         return replace(profiled.cost, forward_seconds=forward, backward_seconds=backward)
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, KEEP, Weights, structure_of
+from flex_trainer.cost.compiled import CODES, KEEP, CompiledSegment
 from flex_trainer.cost.evaluate import SegmentCost, evaluate
 from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.roofline import Rates
@@ -22,19 +21,7 @@ from flex_trainer.strategy import Strategy
 Choice = Mapping[int, Strategy]
 """Mitigations of one segment by operator index; absent: keep."""
 
-_operator_key = attrgetter(
-    "site.kind",
-    "site.is_block",
-    "site.is_replayable",
-    "parent",
-    "inputs",
-    "shared_inputs",
-    "input_bytes",
-    "output_bytes",
-    "forward_transient_bytes",
-    "backward_transient_bytes",
-)
-_value_key = attrgetter("owner", "num_bytes", "savers", "element_bytes", "num_rows")
+_CODE_OF = {strategy: code for code, strategy in enumerate(CODES)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +37,7 @@ def classes_of(segments: Sequence[Segment]) -> Classes:
     members: dict[object, list[Segment]] = {}
     keys = []
     for segment in segments:
-        key = tuple(map(_operator_key, segment.operators)), tuple(map(_value_key, segment.values))
+        key = segment.shape_key
         members.setdefault(key, []).append(segment)
         keys.append(key)
     numbers = {key: number for number, key in enumerate(members)}
@@ -83,7 +70,7 @@ class GraphCosts:
         self.shared_bytes = graph.shared_bytes
         self.rates = rates
         self.classes = classes_of(graph.segments)
-        self.weights = [Weights(structure_of(segment), segment, rates) for segment in self.classes.segments]
+        self.compiled = [CompiledSegment(segment, rates) for segment in self.classes.segments]
         self._memo: dict[tuple[int, frozenset[tuple[int, Strategy]]], SegmentCost] = {}
 
     def cost(self, segment: int, choice: Choice) -> SegmentCost:
@@ -107,10 +94,10 @@ class GraphCosts:
     def remember_uniform(self, strategies: Sequence[Strategy]) -> None:
         """Compute what keeping everything and each strategy everywhere cost, all at once."""
         for number, segment in enumerate(self.classes.segments):
-            weights = self.weights[number]
+            compiled = self.compiled[number]
             choices = [uniform_choice(segment, strategy) for strategy in (Strategy.KEEP, *strategies)]
             codes = [codes_of(segment, choice) for choice in choices]
-            costs = weights.evaluate(np.array(codes, dtype=np.int64).reshape(len(choices), len(segment.operators)))
+            costs = compiled.evaluate(np.array(codes, dtype=np.int64).reshape(len(choices), len(segment.operators)))
             self.remember(number, choices, [costs.one(row) for row in range(len(choices))])
 
     def timeline(
@@ -140,6 +127,3 @@ def uniform_choice(segment: Segment, strategy: Strategy) -> dict[int, Strategy]:
 def codes_of(segment: Segment, choice: Choice) -> list[int]:
     """A choice as numbers into `CODES`, one for each operator."""
     return [_CODE_OF[choice[index]] if index in choice else KEEP for index in range(len(segment.operators))]
-
-
-_CODE_OF = {strategy: code for code, strategy in enumerate(CODES)}

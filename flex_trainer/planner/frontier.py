@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flex_trainer.cost.compiled import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, Costs, Patterns, Tables, Weights
+from flex_trainer.cost.compiled import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, CompiledSegment, Costs, Patterns, Tables
 
 _MAX_PRICES = 8
 _ON_TOP_LEVELS = 24
@@ -59,8 +59,8 @@ class Freedom:
 class Moves:
     """The best moves of operators, for given sets of recomputed ones: what does not depend on the rest is read off."""
 
-    def __init__(self, weights: Weights, freedom: Freedom) -> None:
-        self.weights, self.structure = weights, weights.structure
+    def __init__(self, compiled: CompiledSegment, freedom: Freedom) -> None:
+        self.compiled, self.structure = compiled, compiled.structure
         self.fixed = fixed = freedom.fixed
         is_free = fixed < 0
         may = self.structure.allows & freedom.allowed & is_free[:, None]
@@ -102,7 +102,7 @@ class Moves:
         num = len(prices) * len(rows)
         codes = np.where(self.fixed >= 0, self.fixed, codes).reshape(num, self.structure.num_operators)
         at = np.tile(rows, len(prices))
-        return at, Choices(codes, self.weights.costs(tables, at, codes))
+        return at, Choices(codes, self.compiled.costs(tables, at, codes))
 
     def patterns(self, marks: np.ndarray) -> tuple[np.ndarray, Patterns]:
         """The outermost recomputed operators of some sets, the fixed ones among them, and what follows from them."""
@@ -110,21 +110,21 @@ class Moves:
         return roots, self.structure.patterns(roots)
 
 
-def choices_of(weights: Weights, freedom: Freedom, pool: np.ndarray) -> Choices:
+def choices_of(compiled: CompiledSegment, freedom: Freedom, pool: np.ndarray) -> Choices:
     """Choices worth having, sorted by added seconds.
 
     Args:
-        weights: the class.
+        compiled: the class.
         freedom: what may be chosen.
         pool: choices that a search in this structure found worth having, as codes.
     """
-    moves = Moves(weights, freedom)
+    moves = Moves(compiled, freedom)
     codes = np.where(freedom.fixed >= 0, freedom.fixed, pool)
     roots, _ = moves.patterns(codes == RECOMPUTE)
     sets, rows = np.unique(roots, axis=0, return_inverse=True)
     rows = rows.reshape(-1)
-    tables = weights.tables(weights.structure.patterns(sets))
-    costs = weights.costs(tables, rows, codes)
+    tables = compiled.tables(compiled.structure.patterns(sets))
+    costs = compiled.costs(tables, rows, codes)
     found = Choices(codes, costs)
     index = undominated(costs)
     found = found.rows(index)
@@ -137,10 +137,10 @@ def choices_of(weights: Weights, freedom: Freedom, pool: np.ndarray) -> Choices:
     return found.rows(undominated(found.costs))
 
 
-def with_neighbours(weights: Weights, freedom: Freedom, choices: Choices, rows: np.ndarray) -> Choices:
+def with_neighbours(compiled: CompiledSegment, freedom: Freedom, choices: Choices, rows: np.ndarray) -> Choices:
     """The choices, and what is worth having of those that differ from some of them in one operator, or in whether two
     that touch the same value are recomputed."""
-    structure, moves = weights.structure, Moves(weights, freedom)
+    structure, moves = compiled.structure, Moves(compiled, freedom)
     is_free = freedom.fixed < 0
     variants = [choices.codes]
     for code in (KEEP, RECOMPUTE, OFFLOAD, QUANTIZE):
@@ -157,7 +157,7 @@ def with_neighbours(weights: Weights, freedom: Freedom, choices: Choices, rows: 
         changed[:, pair] = np.where(changed[:, pair] == RECOMPUTE, KEEP, RECOMPUTE)
         variants.append(changed)
     codes = np.unique(np.concatenate(variants), axis=0)
-    costs = weights.evaluate(codes)
+    costs = compiled.evaluate(codes)
     index = undominated(costs)
     return Choices(codes[index], costs.rows(index))
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from flex_trainer.cost.graph import ActivationGraph
+from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.timeline import GradientBytes, Peak, with_gradients
 from flex_trainer.planner.classes import Choice, GraphCosts, uniform_choice
@@ -68,16 +68,7 @@ class MitigationPlanner:
         fixed = fixed or {}
         tables = self._tables_for(gradients)
         costs = tables.costs
-        start: list[dict[int, Strategy]] = [
-            {
-                index: fixed[op.site.name]
-                for index, op in enumerate(segment.operators)
-                if fixed.get(op.site.name, Strategy.KEEP) is not Strategy.KEEP
-            }
-            if fixed
-            else {}
-            for segment in costs.segments
-        ]
+        start = [_ran(segment, fixed) if fixed else {} for segment in costs.segments]
         demand = costs.timeline([{}] * len(start), gradients).peak()
         started = self._plan(tables, start, available_bytes, gradients, demand)
         if started.fits or not self._allowed:
@@ -137,6 +128,12 @@ class MitigationPlanner:
             held_by_layer=tuple(timeline.stacked().tolist()),
             fits=peak.num_bytes <= available_bytes,
         )
+
+
+def _ran(segment: Segment, fixed: Mapping[str, Strategy]) -> dict[int, Strategy]:
+    """The mitigations of what has run already, by operator index."""
+    strategies = (fixed.get(operator.site.name, Strategy.KEEP) for operator in segment.operators)
+    return {index: strategy for index, strategy in enumerate(strategies) if strategy is not Strategy.KEEP}
 
 
 class _Tables:

@@ -19,13 +19,16 @@ from itertools import product
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, Weights
+from flex_trainer.cost.compiled import CODES, CompiledSegment
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.planner.assign import Assignment, AssignmentProblem, Options
 from flex_trainer.planner.classes import Choice, GraphCosts
 from flex_trainer.planner.frontier import Choices, Freedom, choices_of, with_neighbours
 from flex_trainer.planner.search import search
 from flex_trainer.strategy import Strategy
+
+_FREE = 255
+"""Mark of an operator whose strategy is not fixed, where the others have numbers into `CODES`."""
 
 
 @dataclass(frozen=True)
@@ -190,25 +193,25 @@ class OptimalMethod:
         codes = [_code(fixed.get(operator.site.name)) for operator in self._costs.segments[index].operators]
         return number, bytes(codes) if any(code != _FREE for code in codes) else b""
 
-    def _question(self, key: tuple[int, bytes]) -> tuple[Weights, Freedom]:
+    def _question(self, key: tuple[int, bytes]) -> tuple[CompiledSegment, Freedom]:
         """Sizes and times of a class, and what may be chosen in it."""
         number, marks = key
-        weights = self._costs.weights[number]
+        compiled = self._costs.compiled[number]
         if marks:
             fixed = np.frombuffer(marks, dtype=np.uint8).astype(np.int64)
             fixed = np.where(fixed == _FREE, -1, fixed)
         else:
-            fixed = np.full(weights.structure.num_operators, -1)
-        return weights, Freedom(self._allowed, fixed, self._costs.rates.in_flight_bytes == 0)
+            fixed = np.full(compiled.structure.num_operators, -1)
+        return compiled, Freedom(self._allowed, fixed, self._costs.rates.in_flight_bytes == 0)
 
     def _choices_of(self, key: tuple[int, bytes]) -> Choices:
         found = self._choices.get(key)
         if found is None:
-            weights, freedom = self._question(key)
-            pools, question = weights.structure.pools, (self._allowed.tobytes(), freedom.has_free_offload)
+            compiled, freedom = self._question(key)
+            pools, question = compiled.structure.pools, (self._allowed.tobytes(), freedom.has_free_offload)
             if question not in pools:
-                pools[question] = search(weights, freedom)
-            found = self._choices[key] = choices_of(weights, freedom, pools[question])
+                pools[question] = search(compiled, freedom)
+            found = self._choices[key] = choices_of(compiled, freedom, pools[question])
         return found
 
 
@@ -236,9 +239,6 @@ def _kept(choices: Choices, offloads: bool, shares: bool) -> np.ndarray:
     if not shares:
         may &= ~choices.costs.shared.any(axis=1)
     return np.flatnonzero(may)
-
-
-_FREE = 255
 
 
 def _code(strategy: Strategy | None) -> int:

@@ -18,7 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, KEEP, RECOMPUTE, Costs, Weights
+from flex_trainer.cost.compiled import CODES, KEEP, RECOMPUTE, CompiledSegment, Costs
 from flex_trainer.planner.frontier import Choices, Freedom, Moves, hull_slopes, thinned, undominated
 
 _FIRST_PRICES = np.geomspace(1e-13, 1e-6, 8)
@@ -38,21 +38,24 @@ _STEPS = (0.005, 0.01, 0.02, 0.04, 0.08)
 top."""
 
 
-def search(weights: Weights, freedom: Freedom) -> np.ndarray:
+def search(compiled: CompiledSegment, freedom: Freedom) -> np.ndarray:
     """Choices worth having in this structure, as K x n numbers into `CODES`."""
-    return _Search(weights, freedom.anywhere()).run()
+    return _Search(compiled, freedom.anywhere()).run()
 
 
 class _Search:
-    def __init__(self, weights: Weights, freedom: Freedom) -> None:
-        self.weights, self.structure = weights, weights.structure
-        self.moves = Moves(weights, freedom)
+    """One search: the recomputed sets looked at so far (`roots`), what they cost (`tables`), and the prices that rank
+    them."""
+
+    def __init__(self, compiled: CompiledSegment, freedom: Freedom) -> None:
+        self.compiled, self.structure = compiled, compiled.structure
+        self.moves = Moves(compiled, freedom)
         self.free = np.flatnonzero(self.moves.may_recompute)
         self.prices = [_FIRST_PRICES for _ in self.moves.ways]
         self.seen: set[bytes] = set()
         self.greedy = np.concatenate([self._greedy(moves, by_size) for moves in self.moves.ways for by_size in (0, 1)])
         self.roots = self._fresh(np.concatenate([self._plain(), self.greedy == RECOMPUTE]))
-        self.tables = weights.tables(self.structure.patterns(self.roots))
+        self.tables = compiled.tables(self.structure.patterns(self.roots))
 
     def run(self) -> np.ndarray:
         around_best: set[bytes] = set()
@@ -68,7 +71,7 @@ class _Search:
             fresh = self._fresh(np.concatenate(marks)) if marks else self.roots[:0]
             if not len(fresh):
                 break
-            self.tables = self.tables.joined(self.weights.tables(self.structure.patterns(fresh)))
+            self.tables = self.tables.joined(self.compiled.tables(self.structure.patterns(fresh)))
             self.roots = np.concatenate([self.roots, fresh])
         self._move_prices()
         self._forget_all_but_the_best()
@@ -96,7 +99,7 @@ class _Search:
             for number, (operator, code) in enumerate(options):
                 if current[0, operator] != RECOMPUTE:
                     tried[number, operator] = code
-            costs = self.weights.evaluate(np.concatenate([current, tried]))
+            costs = self.compiled.evaluate(np.concatenate([current, tried]))
             freed = costs.held[0] - costs.held[1:]
             worth = freed if by_size else freed / np.maximum(costs.seconds[1:] - costs.seconds[0], 1e-7)
             worth[freed <= 0] = -np.inf
@@ -207,7 +210,7 @@ class _Search:
         """Also with one move changed, each: what no price would choose, but a gap in the budget may."""
         every = self._every_choice()
         if every is not None:
-            return every[undominated(self.weights.evaluate(every), num_levels=len(every))]
+            return every[undominated(self.compiled.evaluate(every), num_levels=len(every))]
         _, found = self._worth_having()
         variants = [found.codes, self.greedy]
         for code in (KEEP, *self.moves.ways[0]):
@@ -218,7 +221,7 @@ class _Search:
                 changed[:, operator] = code
                 variants.append(changed)
         codes = np.unique(np.concatenate(variants), axis=0)
-        costs = self.weights.evaluate(codes)
+        costs = self.compiled.evaluate(codes)
         index = undominated(costs)
         for step in _STEPS:
             if len(index) <= _MAX_POOL:

@@ -7,6 +7,7 @@ output, and one float per query and head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from flex_trainer.activations.trace import Work
 class FusedAttention(TorchFunctionMode):
     """Replaces `scaled_dot_product_attention` by a stand-in with the saved tensors of a fused kernel."""
 
-    def __init__(self, work: Any, backward_work: Any) -> None:
-        """`work`, `backward_work`: who is running forward, backward now."""
+    def __init__(self, work: Callable[[], Work]) -> None:
+        """`work`: of whoever is running now, forward or backward."""
         super().__init__()
         self._work = work
-        self._backward_work = backward_work
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -35,12 +35,10 @@ class FusedAttention(TorchFunctionMode):
         )
 
     def note_forward(self, flops: float) -> None:
-        work: Work = self._work()
-        work.flops += flops
+        self._work().flops += flops
 
     def note_backward(self, flops: float) -> None:
-        work: Work = self._backward_work()
-        work.backward_flops += flops
+        self._work().backward_flops += flops
 
 
 class _Kernel(torch.autograd.Function):

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -53,6 +55,8 @@ class OperationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(_is_real_parameter(leaf) for leaf in tree_leaves((args, kwargs))):
+            raise NotSymbolic("a function that was set on a module reaches parameters outside of the copy of the model")
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._answer(args[0])
         result = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
@@ -107,6 +111,10 @@ class OperationCounter(TorchDispatchMode):
     def _died(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live_bytes -= num_bytes
+
+
+def _is_real_parameter(leaf: object) -> bool:
+    return isinstance(leaf, nn.Parameter) and not isinstance(leaf, FakeTensor)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -51,7 +51,6 @@ class SymbolicForward:
     """Rows (token, expert pairs) of each experts block, by site name."""
     held_bytes: int
     """Saved bytes at the end of forward, everything kept."""
-    num_unmanaged: int
 
 
 class SymbolicModel:
@@ -104,7 +103,7 @@ class SymbolicModel:
                 stack.enter_context(as_if_real())
                 stack.enter_context(run.counter)
                 if self._has_fused_attention:
-                    stack.enter_context(FusedAttention(lambda: run.work, lambda: run.work))
+                    stack.enter_context(FusedAttention(lambda: run.work))
                 return run.forward_and_backward(args, kwargs, with_backward)
         except _CANNOT as error:
             raise NotSymbolic(f"the model cannot be run on shapes alone: {error}") from error
@@ -139,8 +138,13 @@ class _SymbolicScope(Scope):
         """Index of the innermost call that runs forward, or -1."""
         return self._stack[-1] if self._stack else -1
 
+    @property
+    def untimed_trace(self) -> Trace:
+        """The trace without the host's times, which say nothing of a run on data."""
+        return self._trace
+
     def _pack(self, tensor: torch.Tensor) -> Any:
-        return _Asked(super()._pack(tensor), self.running, self)
+        return _Asked(super()._pack(tensor), self.running)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         self.in_backward = packed.call
@@ -148,9 +152,11 @@ class _SymbolicScope(Scope):
 
 
 class _Asked:
+    """A saved tensor with the call that saved it."""
+
     __slots__ = ("call", "inner")
 
-    def __init__(self, inner: Packed, call: int, scope: _SymbolicScope) -> None:
+    def __init__(self, inner: Packed, call: int) -> None:
         self.inner = inner
         self.call = call
 
@@ -176,7 +182,7 @@ class _Run:
         index = scope.in_backward if self._is_backward else scope.running
         if index < 0:
             return self._outside
-        call = scope._trace.calls[index]
+        call = scope.calls[index]
         if call.work is None:
             call.work = Work()
         return call.work
@@ -202,11 +208,11 @@ class _Run:
             loss.backward()
             for handle in handles:
                 handle.remove()
-        trace = self._scope._trace
+        trace = self._scope.untimed_trace
         trace.is_symbolic = True
         for call in trace.calls:
             call.work = call.work or Work()
-        return SymbolicForward(trace, self._outside, self._routed_rows, held_bytes, self._ledger.num_unmanaged)
+        return SymbolicForward(trace, self._outside, self._routed_rows, held_bytes)
 
 
 def _loss(output: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flex_trainer.cost.compiled import CODES, Weights, structure_of
+from flex_trainer.cost.compiled import CODES, CompiledSegment, structure_of
 from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
 from flex_trainer.cost.roofline import Rates
@@ -45,7 +45,7 @@ def reshaped(segment: Segment, draw: random.Random) -> Segment:
 def assert_equals_the_reference(segment: Segment, draw: random.Random, rates: Rates) -> None:
     codes = np.array([[draw.randrange(4) for _ in segment.operators] for _ in range(NUM_CHOICES)], dtype=np.int64)
     codes = codes.reshape(NUM_CHOICES, len(segment.operators))
-    costs = Weights(structure_of(segment), segment, rates).evaluate(codes)
+    costs = CompiledSegment(segment, rates).evaluate(codes)
     for number, row in enumerate(codes):
         expected = evaluate(segment, {index: CODES[code] for index, code in enumerate(row)}, rates)
         found = costs.one(number)

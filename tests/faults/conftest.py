@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ def steady() -> Iterator[None]:
     num_threads, is_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    filling: Any = torch.utils.deterministic
+    filling.fill_uninitialized_memory = False
     gc.disable()
     yield
     gc.enable()

@@ -141,7 +141,8 @@ def test_all_tokens_to_two_experts_in_the_first_steps(attach: Attach) -> None:
         expected.backward()
         assert torch.equal(loss, expected)
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad), name
+        assert (ours.grad is None) == (theirs.grad is None), name
+        assert ours.grad is None or theirs.grad is None or torch.equal(ours.grad, theirs.grad), name
     assert [record.imbalance for record in runtime.records] == pytest.approx([4.0] * 3)
     assert not any(record.is_over_limit for record in runtime.records)
 
@@ -206,7 +207,7 @@ def test_logits_and_loss_are_sites_of_their_own(attach: Attach) -> None:
 def test_a_batch_eight_times_longer_than_any_before_is_not_run_on_a_shorter_ones_plan(attach: Attach) -> None:
     """4: batches grouped by length, then one far longer: it gets a plan of its own that covers it, under the limit."""
     model = small()
-    runtime = attach(model, BASE_BYTES + 1_700_000)
+    runtime = attach(model, BASE_BYTES + 1_500_000)
     for seed, length in enumerate((8, 10, 12, 9, 96)):
         step(runtime, model, seed, length)
     *short, long = runtime.records
@@ -332,13 +333,13 @@ def test_tables_are_empty_after_every_path(attach: Attach, path: Any, strategies
     without_forecast(runtime)
     step(runtime, model)  # modules with buffers, caches of positions: made once
     scopes: list[weakref.ref[Any]] = []
-    strategies_seen: list[str] = []
+    was_known: list[bool] = []
     original = runtime._begin
 
     def begin(*args: Any) -> Any:
         micro_batch = original(*args)
         scopes.append(weakref.ref(micro_batch.scope))
-        strategies_seen.append(micro_batch.strategy(discover(model).operators[0].site).value)
+        was_known.append(micro_batch.plan is not None)
         return micro_batch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -347,16 +348,23 @@ def test_tables_are_empty_after_every_path(attach: Attach, path: Any, strategies
             path(runtime, model)
             assert live.now() < 4096
     assert current_scope() is None and runtime._running is None and runtime._pending == []
-    assert strategies_seen == ([] if path is no_grad_pass else list(strategies))
+    assert was_known == ([] if path is no_grad_pass else [False])
     assert len(scopes) == (path is not no_grad_pass) and all(reference() is None for reference in scopes)
     assert runtime._provisioner is not None and runtime._provisioner._allocator.in_flight_bytes == 0
 
 
 def test_twenty_steps_of_the_trainer_leave_nothing_behind(tmp_path: Path) -> None:
-    """5, 6, 19: whole training steps under plans that mitigate, batches of many lengths, without the cyclic collector:
-    after each step nothing is held, and nothing of its micro-batches is alive."""
+    """5, 6, 19: whole training steps under plans that mitigate, long batches and short ones, without the cyclic
+    collector: after each step nothing is held, and nothing of its micro-batches is alive."""
     config = FlexConfig(BASE_BYTES + 1_900_000, ("recompute", "offload"))
-    trainer = make(tmp_path, config, family="deepseek_v3", max_steps=20, gradient_accumulation_steps=1)
+    sizes = tiny_model("deepseek_v3")
+
+    def collate(samples: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        number = samples[0]["number"]
+        return tiny_batch(sizes, 2, (64, 40)[number % 2], seed=number)
+
+    options = {"data_collator": collate}
+    trainer = make(tmp_path, config, family="deepseek_v3", options=options, max_steps=20, gradient_accumulation_steps=1)
     runtime: FlexRuntime = trainer.flex
     scopes: list[weakref.ref[Any]] = []
     ledgers: list[Ledger] = []

@@ -170,12 +170,13 @@ def test_replays_of_the_engine_run_no_collective(monkeypatch: pytest.MonkeyPatch
     import torch.distributed as dist
 
     model = small("qwen3_moe")
-    runtime = FlexRuntime(FlexConfig(BASE_BYTES + 440_000, ("recompute",)))
+    runtime = FlexRuntime(FlexConfig(BASE_BYTES + 360_000, ("recompute",)))
     with_fake_meter(runtime)
     talked: list[str] = []
     if not dist.is_available():
         pytest.skip("this torch has no torch.distributed")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier", "all_to_all_single"):
             monkeypatch.setattr(dist, name, lambda *args, name=name, **kwargs: talked.append(name))
@@ -283,7 +284,7 @@ def test_a_shared_module_runs_twice_in_one_forward(share: Any) -> None:
             assert_same(outcome(model, body, choose), plain, name)
 
 
-@pytest.mark.parametrize("share", SHARES, ids=lambda share: share.__name__)
+@pytest.mark.parametrize("share", [share_experts, share_layer], ids=lambda share: share.__name__)
 def test_a_shared_module_is_planned_and_stays_inside_the_limit(share: Any) -> None:
     """18: the planner knows both runs too: predicted bytes cover the real ones, under a limit that needs mitigation."""
     model, reference = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")

@@ -298,8 +298,14 @@ def test_every_trainable_tensor_gets_its_gradient(
             assert_same(outcome(model, body, choose), plain, name)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make_model", [attention_adapters, fused_expert_adapters], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("make_model", "mode"),
+    [
+        *((attention_adapters, mode) for mode in MODES),
+        *((fused_expert_adapters, mode) for mode in ("keep", "recompute")),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_adapters_train_in_the_trainer(
     tmp_path: Path, everything_is_new: None, make_model: Callable[[], tuple[Any, Any]], mode: str
 ) -> None:

@@ -170,7 +170,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "index_put": change_by_index,
     "a view": change_a_view,
     "out=": change_through_out,
-    "foreach": lambda y: torch._foreach_add_([y], 1.0),
+    "foreach": lambda y: torch._foreach_add_([y], 1.0),  # pyright: ignore[reportPrivateImportUsage]
     "in-place dropout": lambda y: nn.functional.dropout(y, 0.5, inplace=True),
     "operator +=": lambda y: y.__iadd__(1),
     "random": lambda y: y.normal_(),

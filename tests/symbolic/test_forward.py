@@ -63,7 +63,8 @@ LOW_PRECISION_FAMILIES = ("deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "qw
     ],
 )
 def test_every_family_is_traced_as_it_runs(family: str, dtype: torch.dtype, has_padding: bool) -> None:
-    model = tiny_model(family).to(dtype)
+    model: Any = tiny_model(family)
+    model = model.to(dtype)
     batch = tiny_batch(model, batch_size=2, sequence_length=24)
     batch["attention_mask"] = torch.ones(2, 24, dtype=torch.long)
     batch["attention_mask"][0, :5] = int(not has_padding)
@@ -93,7 +94,7 @@ def test_frozen_model_with_adapters_is_traced_as_it_runs() -> None:
 
 
 def test_neither_model_nor_random_stream_nor_a_users_hook_notices() -> None:
-    model = tiny_model("deepseek_v3", attention_dropout=0.1)
+    model: Any = tiny_model("deepseek_v3", attention_dropout=0.1)
     calls: list[nn.Module] = []
     model.model.layers[1].register_forward_hook(lambda module, *_: calls.append(module))
     model.counter = [0]
@@ -133,6 +134,16 @@ def test_forward_that_looks_at_data_is_refused() -> None:
     layer.forward = Looks().forward
     with pytest.raises(NotSymbolic, match="asks for a value .* not known before"):
         symbolic(model, tiny_batch(model, batch_size=2, sequence_length=16))
+
+
+def test_function_that_reaches_the_real_model_is_refused() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[0]
+    original = layer.forward
+    layer.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    with pytest.raises(NotSymbolic, match="reaches parameters outside of the copy"):
+        symbolic(model, tiny_batch(model, batch_size=2, sequence_length=16))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_work_of_a_linear_is_counted() -> None:
