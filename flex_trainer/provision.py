@@ -95,6 +95,8 @@ class Provisioner:
         self._allocator = BudgetAllocator()
         self._correction = Correction()
         self._attempt = 0
+        self.can_step_back = False
+        """Whether somebody would run the step again, were a micro-batch refused."""
         self._fingerprint = _fingerprint(model, model_map)
         if earlier is not None and earlier._fingerprint == self._fingerprint:
             self._profile, self._correction = earlier._profile, earlier._correction
@@ -134,7 +136,8 @@ class Provisioner:
         """Budget and plan of the next micro-batch.
 
         Raises:
-            BudgetTakenError: as below, while more micro-batches are in flight than there were before.
+            BudgetTakenError: as below, while more micro-batches are in flight than there were before, and the step can
+                be run again; if it cannot, the micro-batch runs under the least demanding plan.
             MemoryLimitError: the sizes are known, and even the least demanding plan would be over the limit. Never
                 where there are no strategies: then the run is watched, and its records say what was over.
         """
@@ -148,11 +151,11 @@ class Provisioner:
                 plan, available_bytes, budget_bytes = self._provide(shape, left_bytes, gradients)
                 # The first plan of a structure leaves something behind (its tables, buffers of the libraries it uses),
                 # which on a CPU comes out of the same memory.
-                grown_bytes = self._meter.in_use_bytes() - in_use_bytes
-                if grown_bytes <= self._budget_step:
+                in_use_bytes = self._meter.in_use_bytes()
+                earlier_bytes = left_bytes
+                left_bytes = self._left_bytes(in_use_bytes) - self._reserve_bytes() - self.margin_bytes
+                if earlier_bytes - left_bytes <= self._budget_step:
                     break
-                in_use_bytes += grown_bytes
-                left_bytes -= grown_bytes
             if not plan.fits and self._config.strategies:
                 self._check_least(shape, plan, in_use_bytes, left_bytes + self.margin_bytes)
             micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes)
@@ -356,6 +359,8 @@ class Provisioner:
     def _check_least(self, shape: BatchShape, plan: Plan, in_use_bytes: int, left_bytes: int) -> None:
         if plan.peak_bytes > _TOLERANCE * max(left_bytes, 1):
             is_taken = len(self._in_flight) >= self.num_expected_in_flight
+            if is_taken and not self.can_step_back:
+                return  # run it in as little as there is: nobody could share the room out anew
             raise (BudgetTakenError if is_taken else MemoryLimitError)(
                 f"{self._limit_text()} is too low for a micro-batch of {shape.batch_size} x {shape.sequence_length} "
                 f"tokens: with strategies {', '.join(self._config.strategies) or 'none'} it needs about "

@@ -71,6 +71,8 @@ class FlexRuntime:
         """Steps that were taken back and run again."""
         self.step = 0
         """The optimizer step of the micro-batches to come; Trainer and plugin keep it up to date."""
+        self.can_step_back = False
+        """Whether a transaction is around what runs now."""
         self._device = device
         self._meter: MemoryMeter | None = None
         self._make_clock: Callable[[], Clock] = HostClock
@@ -225,6 +227,7 @@ class FlexRuntime:
             shape = shape_of(args, kwargs)
             # Before the window: what a trace needs is no part of the micro-batch's peak.
             traced_seconds = self._provisioner.prepare(shape, args, kwargs)
+            self._provisioner.can_step_back = self.can_step_back
             if not self._pending or not self._is_window_open:
                 self._meter.start_window()
                 self._is_window_open = True

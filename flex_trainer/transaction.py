@@ -92,14 +92,14 @@ class Transaction:
             self._step = _Step(self._parameters, Buffers(self._with_buffers))
         call = _Call(function, args, kwargs, self._runtime, self._remember)
         self._step.calls.append(call)
-        self._is_running = True
+        self._is_running = self._runtime.can_step_back = True
         try:
             result = self._run_to_the_end(self._step)
         except BaseException:
             self._step = None
             raise
         finally:
-            self._is_running = False
+            self._is_running = self._runtime.can_step_back = False
             self._runtime.loosen()
         self._step.note_gradients(self._parameters)
         return result

@@ -67,7 +67,8 @@ def test_records_say_what_happened(tmp_path: Path) -> None:
     assert [record.micro_batch for record in records] == list(range(12))
     assert [record.step for record in records] == [i // 2 for i in range(12)]
     assert {record.num_tokens for record in records} <= {2 * length for length in LENGTHS}
-    assert records[0].is_profile and not records[-1].is_profile
+    assert not any(record.is_profile for record in records)  # all were planned, the first one too
+    assert records[0].trace_ms > 0
     for record in records:
         assert record.limit_bytes == LIMIT_BYTES == trainer.flex.limit_bytes
         assert record.baseline_bytes == BASE_BYTES
@@ -105,7 +106,7 @@ def test_no_strategies_means_watching(tmp_path: Path, plain: Trainer) -> None:
 
 
 def test_quantize_trains_to_nearly_the_same_losses(tmp_path: Path, plain: Trainer) -> None:
-    trainer = make(tmp_path, FlexConfig(BASE_BYTES + 2_500_000, ("quantize",)))
+    trainer = make(tmp_path, FlexConfig(BASE_BYTES + 1_300_000, ("quantize",)))
     trainer.train()
     assert sum(record.freed_bytes["quantize"] for record in trainer.flex.records) > 0
     assert losses(trainer)[0] == losses(plain)[0]  # forward is exact

@@ -32,7 +32,7 @@ BOUNDS = {
     "peak_mean_error_percent": 3.0,
     "peak_worst_error_percent": 8.0,
 }
-SHARES_LEFT = (None, 0.8, 0.5, 0.3)
+SHARES_LEFT = (None, 0.85, 0.7, 0.6)
 """Limits that peaks are measured under: ample, and shares of what keeping everything takes above the start."""
 NUM_STEPS = 4
 _TIMEOUT_S = 1200.0

@@ -77,9 +77,10 @@ class MitigationPlanner:
         if self._method == "optimal":
             chosen = tables.optimal.choose(available_bytes, gradients, fixed)
             plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
-        if not any(plan.fits for plan in plans):
-            # Where the optimal method finds nothing, which is rare, the run may end: look in another way too.
-            greedy = GreedyMethod(costs, self._allowed, self._method == "largest_first")
+        # The optimal method looks at choices worth having, layer by layer, and may miss one that matters for the whole:
+        # so Algorithm 2 is asked too, in both orders, and its plan taken where it is better.
+        for largest_first in (False, True) if self._method == "optimal" else (self._method == "largest_first",):
+            greedy = GreedyMethod(costs, self._allowed, largest_first)
             for chosen in greedy.choose(start, available_bytes, gradients, fixed):
                 plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
         return min(plans, key=lambda plan: (not plan.fits, plan.added_seconds if plan.fits else plan.peak_bytes))
