@@ -111,14 +111,21 @@ class MitigationPlanner:
         demand: Peak,
     ) -> Plan:
         costs = tables.costs
+        strategies = {
+            costs.segments[index].operators[operator].site.name: strategy
+            for index, choice in enumerate(chosen)
+            for operator, strategy in choice.items()
+        }
+        if tables.has_repeats:
+            # A module that runs twice has one strategy: what it costs is what that one costs in both places.
+            chosen = [
+                {i: strategies[op.site.name] for i, op in enumerate(segment.operators) if op.site.name in strategies}
+                for segment in costs.segments
+            ]
         timeline = costs.timeline(chosen, gradients)
         peak = timeline.peak()
         return Plan(
-            strategies={
-                costs.segments[index].operators[operator].site.name: strategy
-                for index, choice in enumerate(chosen)
-                for operator, strategy in choice.items()
-            },
+            strategies=strategies,
             predicted_bytes=peak.held_bytes,
             peak_bytes=peak.num_bytes,
             on_top_bytes=costs.transient_bytes(peak.segment, chosen[peak.segment]) if chosen else 0,
@@ -143,6 +150,8 @@ class _Tables:
     def __init__(self, costs: GraphCosts, allowed: tuple[Strategy, ...]) -> None:
         self.costs = costs
         self._allowed = allowed
+        names = [operator.site.name for segment in costs.segments for operator in segment.operators]
+        self.has_repeats = len(set(names)) < len(names)
 
     @functools.cached_property
     def optimal(self) -> OptimalMethod:
