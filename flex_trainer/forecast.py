@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from flex_trainer.activations.trace import Trace
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.process_memory import return_freed_memory
+from flex_trainer.snapshot import RandomStreams
 from flex_trainer.symbolic.forward import SymbolicModel
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Forecast:
         """Why the model cannot be traced, once that was seen."""
 
     def teach(self, profile: Profile, shape: BatchShape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-        """Trace a micro-batch that the profile does not know, or that is longer than all it knows.
+        """Trace a micro-batch that the profile does not know, or that is much longer than all it knows.
 
         Returns:
             Seconds spent; 0 where the profile knows enough.
@@ -76,15 +76,14 @@ class Forecast:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_padding: bool
     ) -> tuple[Trace, Mapping[str, int]]:
         # A new twin each time (they are rare): training flags, frozen parameters and adapters may have changed.
-        python_state = random.getstate()
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        streams = RandomStreams(self._device)
+        try:
             symbolic = SymbolicModel(self._model, self._device, has_fused_attention=self._device.type == "cuda")
             forward = symbolic.trace(args, kwargs, has_padding=has_padding)
-        random.setstate(python_state)
-        # The twin is full of reference cycles, as any module with bound methods put on it.
-        del symbolic
-        gc.collect()
+            del symbolic
+        finally:
+            streams.restore()
+            gc.collect()  # the twin is full of reference cycles, as any module with bound methods put on it
         self._estimate_seconds(forward.trace)
         return forward.trace, forward.routed_rows
 

@@ -86,7 +86,11 @@ class FlexPlugin:
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
-        self._transaction = Transaction(self.runtime, (lambda: _SyncFlag(accelerator), *self._remember))
+        self._transaction = Transaction(
+            self.runtime,
+            (lambda: _SyncFlag(accelerator), *self._remember),
+            optimizers=lambda: accelerator._optimizers,
+        )
         return self.runtime
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -64,14 +64,21 @@ class Transaction:
 
     Args:
         runtime: whose plans are tightened. It manages a model by now.
+        optimizers: the optimizers of the loop: they may train parameters that are not the model's.
         remember: called before every micro-batch; each returns something to put back before it is run again, beside
             random streams and buffers.
     """
 
-    def __init__(self, runtime: FlexRuntime, remember: tuple[Callable[[], Restorable], ...] = ()) -> None:
+    def __init__(
+        self,
+        runtime: FlexRuntime,
+        remember: tuple[Callable[[], Restorable], ...] = (),
+        optimizers: Callable[[], Iterable[torch.optim.Optimizer]] = tuple,
+    ) -> None:
         self._runtime = runtime
         self._remember = remember
-        self._parameters = list(runtime.model.parameters())
+        self._optimizers = optimizers
+        self._parameters = self._all_parameters()
         self._with_buffers = [module for module in runtime.model.modules() if module._buffers]
         self._step: _Step | None = None
         self._is_running = False
@@ -89,6 +96,7 @@ class Transaction:
         if self._is_running:  # inside of another call: part of what that one repeats
             return function(*args, **kwargs)
         if self._step is None or not self._step.goes_on(self._parameters):
+            self._parameters = self._all_parameters()
             self._step = _Step(self._parameters, Buffers(self._with_buffers))
         call = _Call(function, args, kwargs, self._runtime, self._remember)
         self._step.calls.append(call)
@@ -103,6 +111,11 @@ class Transaction:
             self._runtime.loosen()
         self._step.note_gradients(self._parameters)
         return result
+
+    def _all_parameters(self) -> list[nn.Parameter]:
+        """The model's as it is now, and what else is trained."""
+        trained = (p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"])
+        return list(dict.fromkeys((*self._runtime.model.parameters(), *trained)))
 
     def _run_to_the_end(self, step: _Step) -> Any:
         failure: Failure | None = None
@@ -265,6 +278,10 @@ class _Step:
             return (
                 "gradients existed when the step began, and they were not copied. Call zero_grad(set_to_none=True) "
                 "after each optimizer step."
+            )
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
+            return (
+                "hooks run when gradients are accumulated (an optimizer that runs in backward) and may change weights."
             )
         if self._is_changed(parameters):
             return "parameters have changed since the step began (an optimizer that runs in backward)."

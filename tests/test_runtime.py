@@ -314,7 +314,7 @@ def child_trains_under_a_cap() -> dict[str, Any]:
         return loss.item()
 
     losses = [plain_step(0)]
-    np.ones((64, 64)) @ np.ones((64, 64))  # its library maps a buffer when first used, which the planner will do
+    np.matmul(np.ones((64, 64)), np.ones((64, 64)))  # its library maps a buffer when first used
     reset_peak_rss()
     base_bytes = process_memory().rss_bytes
     losses.append(plain_step(1))
@@ -376,7 +376,9 @@ def test_a_trace_is_no_part_of_the_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(provisioner, "prepare", traced)
     monkeypatch.setattr(meter, "start_window", lambda: (order.append("window"), start_window()))
-    loss = runtime.model(**tiny_batch(runtime.model, 1, 16)).loss
+    model = runtime.model
+    assert isinstance(model, PreTrainedModel)
+    loss = model(**tiny_batch(model, 1, 16)).loss
     with runtime.backward():
         loss.backward()
     record = runtime.records[-1]

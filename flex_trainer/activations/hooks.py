@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,52 +24,65 @@ from flex_trainer.activations.leaves import tensors_of
 Hook = Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class _Table:
+    """The hooks of one kind on one module, and which of them take keyword arguments."""
+
+    part: nn.Module
+    kind: str
+    hooks: MutableMapping[int, Hook]
+    flags: MutableMapping[int, bool]
+
+
 class InnerHooks:
     """The forward hooks of the modules inside one module, and which of them acted in the first run."""
 
-    __slots__ = ("_acting", "_module")
+    __slots__ = ("_acting", "_first", "_module")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._acting: set[tuple[nn.Module, int]] = set()
+        self._first: dict[tuple[nn.Module, str], tuple[dict[int, Hook], dict[int, bool]]] = {}
 
     @contextmanager
     def first_run(self, num_saved: Callable[[], int]) -> Iterator[None]:
         """Run the operator inside and see which hooks act. `num_saved`: how many tensors autograd has saved so far."""
-        tables = self._tables()
-        originals = [dict(table) for _, table in tables]
-        for part, table in tables:
-            for number, hook in table.items():
-                table[number] = self._watched(part, number, hook, num_saved)
+        tables = [table for table in self._tables() if table.hooks]
+        # Hooks may be gone by the time of a replay (one that was put there for the length of a forward).
+        self._first = {(table.part, table.kind): (dict(table.hooks), dict(table.flags)) for table in tables}
+        for table in tables:
+            for number, hook in list(table.hooks.items()):
+                table.hooks[number] = self._watched(table.part, number, hook, num_saved)
         try:
             yield
         finally:
-            for (_, table), original in zip(tables, originals, strict=True):
-                table.update({number: hook for number, hook in original.items() if number in table})
+            for table in tables:
+                first, _ = self._first[table.part, table.kind]
+                table.hooks.update({number: hook for number, hook in first.items() if number in table.hooks})
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Run the operator inside with the hooks that acted, and no others."""
+        """Run the operator inside with the hooks of the first run that acted, and no others."""
         tables = self._tables()
-        originals = [dict(table) for _, table in tables]
-        for part, table in tables:
-            for number in list(table):
-                if (part, number) not in self._acting:
-                    del table[number]
+        now = [(dict(table.hooks), dict(table.flags)) for table in tables]
+        for table in tables:
+            hooks, flags = self._first.get((table.part, table.kind), ({}, {}))
+            acting = {number: hook for number, hook in hooks.items() if (table.part, number) in self._acting}
+            _replace(table.hooks, acting)
+            _replace(table.flags, {number: flag for number, flag in flags.items() if number in acting})
         try:
             yield
         finally:
-            for (_, table), original in zip(tables, originals, strict=True):
-                table.clear()
-                table.update(original)
+            for table, (hooks, flags) in zip(tables, now, strict=True):
+                _replace(table.hooks, hooks)
+                _replace(table.flags, flags)
 
-    def _tables(self) -> list[tuple[nn.Module, MutableMapping[int, Hook]]]:
+    def _tables(self) -> list[_Table]:
         return [
-            (part, table)
+            _Table(part, kind, getattr(part, kind), getattr(part, f"{kind}_with_kwargs"))
             for part in self._module.modules()
             if part is not self._module
-            for table in (part._forward_pre_hooks, part._forward_hooks)
-            if table
+            for kind in ("_forward_pre_hooks", "_forward_hooks")
         ]
 
     def _watched(self, part: nn.Module, number: int, hook: Hook, num_saved: Callable[[], int]) -> Hook:
@@ -89,6 +103,11 @@ class InnerHooks:
             return result
 
         return watched
+
+
+def _replace(table: MutableMapping[int, Any], items: dict[int, Any]) -> None:
+    table.clear()
+    table.update(items)
 
 
 def _bound(part: nn.Module) -> dict[str, Any]:

@@ -101,7 +101,8 @@ def compare_families(families: tuple[str, ...]) -> Iterator[Comparison]:
     """Whole models: two shapes are traced without data, and four run."""
     for family in families:
         for dtype in DTYPES:
-            model = tiny_model(family).to(dtype)
+            model = tiny_model(family)
+            model.to(dtype=dtype)
 
             def batch(batch_size: int, sequence_length: int, model: Any = model) -> Mapping[str, Any]:
                 return tiny_batch(model, batch_size=batch_size, sequence_length=sequence_length)

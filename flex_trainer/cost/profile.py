@@ -14,6 +14,7 @@ from flex_trainer.errors import UserError
 from flex_trainer.files import write_whole
 
 _FORMAT = 3
+_MUCH_LONGER = 1.25
 
 
 class Profile:
@@ -39,9 +40,10 @@ class Profile:
         return structure is not None and structure.is_sure(shape)
 
     def is_longer_than_any(self, shape: BatchShape) -> bool:
-        """Whether the sequences are longer than any seen of this kind: the model might do something else with them."""
+        """Whether the sequences are much longer than any seen of this kind: the model might do something else with
+        them. Lengths that rise step by step would otherwise be traced at each step."""
         known = self._structures.get(_key(shape), [])
-        return all(shape.sequence_length > structure.longest for structure in known)
+        return all(shape.sequence_length > _MUCH_LONGER * structure.longest for structure in known)
 
     def rows(self, shape: BatchShape, experts: str) -> int | None:
         """Rows that the block called `experts` was planned to get in a micro-batch of this shape."""

@@ -26,6 +26,10 @@ def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchShape:
     facts = [f"{name}:{tensor.dim()}:{tensor.dtype}" for name, tensor in sorted(tensors.items())]
     mask = tensors.get("attention_mask")
     has_padding = mask is not None and mask.dim() == 2 and not bool(mask.all())
+    positions = tensors.get("position_ids")
+    if mask is None and positions is not None and positions.dim() == 2:
+        # Packed sequences: positions start anew, and a mask is made that keeps them apart.
+        has_padding = bool((positions.diff(dim=1) != 1).any())
     # Other inputs with sizes of their own (images, frames) make batches of their own kind; those that grow with the
     # batch (positions shared by all rows, masks of length x length) do not, so these sizes are named, not numbered.
     names = {sequence_length: "S", batch_size: "B"}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -121,16 +122,24 @@ class _ModuleSite:
         has_cache = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
         if self._is_checked:
             return scope.run(self._kept if has_cache else self._now, function, *args, **kwargs)
-        before = self._buffers()
-        facts = [(id(buffer), buffer._version) for buffer in before]
+        # Versions alone do not show a write through `.data`.
+        before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in self._buffers()]
         result = scope.run(self._kept, function, *args, **kwargs)
         self._is_checked = True
-        if facts == [(id(buffer), buffer._version) for buffer in self._buffers()]:
+        now = self._buffers()
+        if len(now) == len(before) and all(
+            buffer is first and buffer._version == version and _is_equal(buffer, content)
+            for buffer, (first, version, content) in zip(now, before, strict=True)
+        ):
             self._now = self._site
         return result
 
     def _buffers(self) -> list[torch.Tensor]:
         return list(self._module.buffers())
+
+
+def _is_equal(buffer: torch.Tensor, content: torch.Tensor) -> bool:
+    return isinstance(buffer, FakeTensor) or torch.equal(buffer, content)  # a trace on shapes alone has no contents
 
 
 def _module_forward(operator: Operator) -> Callable[..., Callable[..., Any]]:

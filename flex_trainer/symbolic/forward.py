@@ -90,6 +90,7 @@ class SymbolicModel:
         Raises:
             NotSymbolic: what the model does depends on data, or an operation has no shape rule.
         """
+        _refuse_objects((args, dict(kwargs)))
         run = _Run(self._twin, self._parameters, has_padding)
         args, kwargs = tree_map_only(torch.Tensor, self._fakes(), (args, dict(kwargs)))
         for leaf in tree_leaves((args, kwargs)):
@@ -124,6 +125,13 @@ class SymbolicModel:
             return known[id(tensor)]
 
         return fake
+
+
+def _refuse_objects(arguments: Any) -> None:
+    """Refuse arguments that the forward might change: a cache, for one, would be given fake tensors to keep."""
+    for leaf in tree_leaves(arguments):
+        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))):
+            raise NotSymbolic(f"an argument is a {type(leaf).__name__}, which the forward might change")
 
 
 class _SymbolicScope(Scope):

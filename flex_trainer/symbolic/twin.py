@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
+_LARGE_BYTES = 65536
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
 
 
@@ -24,12 +26,31 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
     with mode:
         for tensor in (*model.parameters(), *model.buffers()):
             memo[id(tensor)] = _fake(tensor, device)
-    twin = copy.deepcopy(model, memo)
+    with _PlainTensors(mode):
+        twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             _remove_foreign(hooks)
         _remove_foreign(module._backward_pre_hooks)
     return twin
+
+
+class _PlainTensors(TorchFunctionMode):
+    """Large tensors that are attributes and no parameters or buffers are not copied either."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
+            tensor, memo = args
+            if id(tensor) not in memo and tensor.numel() * tensor.element_size() > _LARGE_BYTES:
+                with self._mode:
+                    memo[id(tensor)] = _fake(tensor, tensor.device)
+            if id(tensor) in memo:
+                return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
 
 
 def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -161,7 +161,7 @@ def check_all(recipe: Recipe) -> None:
         ("accelerate={distributed_type: false}", "accelerate.distributed_type", "write 'NO' in quotes"),
         ("accelerate={distributed_type: MULTI_CPU, num_processes: 2}", "accelerate.num_processes", "MULTI_GPU"),
         ("accelerate={distributed_type: 'NO', use_cpu: 'True'}", "accelerate.use_cpu", "write true unquoted"),
-        ("paralel.ep=1", "paralel", "did you mean 'parallel'"),
+        ("parallels.ep=1", "parallels", "did you mean 'parallel'"),
         ("parallel.ep=0", "parallel", "ep=0 must be at least 1"),
         ("report.too=[wandb]", "report.too", "did you mean 'to'"),
     ],
