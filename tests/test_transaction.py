@@ -276,6 +276,10 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "parameters have changed" in message_of(stepping)
 
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert "an optimizer that runs in backward" in message_of(Once())
+    handle.remove()
+
     def writing(tensor: torch.Tensor) -> None:
         tensor.add_(1)
         raise RuntimeError(TEXT)
@@ -288,6 +292,24 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     detach_all()
     watching, _, runtime = transaction(FlexConfig(AMPLE.memory_limit, strategies=()))
     assert "strategies is empty" in message_of(Once(), run=watching)
+
+
+def test_gradients_of_what_only_the_optimizer_knows_are_taken_back_too() -> None:
+    _, model, runtime = transaction()
+    head = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), head], lr=1.0)
+    step = Transaction(runtime, optimizers=lambda: [optimizer])
+    fail = Once()
+
+    def function(factor: float) -> None:
+        (head * factor).backward()
+        if factor == 3.0:
+            fail()
+
+    for factor in (2.0, 3.0):
+        step.run(function, factor)
+    assert len(runtime.retries) == 1
+    assert head.grad is not None and float(head.grad) == 5.0
 
 
 def test_other_errors_pass_untouched() -> None:

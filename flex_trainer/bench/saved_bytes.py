@@ -102,7 +102,7 @@ def compare_families(families: tuple[str, ...]) -> Iterator[Comparison]:
     for family in families:
         for dtype in DTYPES:
             model = tiny_model(family)
-            model.to(dtype=dtype)
+            nn.Module.to(model, dtype)
 
             def batch(batch_size: int, sequence_length: int, model: Any = model) -> Mapping[str, Any]:
                 return tiny_batch(model, batch_size=batch_size, sequence_length=sequence_length)

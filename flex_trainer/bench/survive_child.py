@@ -26,7 +26,7 @@ _SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidd
 _BATCH_SIZE = 4
 _LENGTHS = range(32, 513, 32)
 _MIB = 2**20
-_ROOM_MIB = {("recompute",): (60, 130), ("offload",): (70, 130), ("recompute", "offload"): (60, 130)}
+_ROOM_MIB = {("recompute",): (75, 140), ("offload",): (85, 140), ("recompute", "offload"): (75, 140)}
 """Least and most that a run may use above what is in use at its start."""
 _WARM_UP_MIB = 110
 _ACCUMULATION = 2
