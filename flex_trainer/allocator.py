@@ -35,8 +35,6 @@ class AllocatorState:
     """One reading of the allocator of one device. All in bytes, but for the counts."""
 
     allocated_bytes: int
-    peak_allocated_bytes: int
-    """Since the counter was last reset, by whomever."""
     requested_bytes: int
     """What the owners of the allocated blocks asked for."""
     active_bytes: int
@@ -110,7 +108,6 @@ def read_allocator(device: torch.device) -> AllocatorState:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return AllocatorState(
         allocated_bytes=_current(stats, "allocated_bytes"),
-        peak_allocated_bytes=stats["allocated_bytes"]["all"]["peak"],
         requested_bytes=_current(stats, "requested_bytes"),
         active_bytes=_current(stats, "active_bytes"),
         reserved_bytes=_current(stats, "reserved_bytes"),

@@ -103,7 +103,7 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     if section.name_or_path is None:
         config = random_config(recipe, tokenizer)
     else:
-        config = _loaded_config(recipe)
+        config = loaded_config(recipe)
     _check_fit(recipe, config, tokenizer)
     try:
         if section.name_or_path is None:
@@ -169,7 +169,12 @@ def random_config(recipe: Recipe, tokenizer: Any = None) -> PreTrainedConfig:
         raise RecipeError(f"{place}.config: {_one_line(error)}") from error
 
 
-def _loaded_config(recipe: Recipe) -> PreTrainedConfig:
+def loaded_config(recipe: Recipe) -> PreTrainedConfig:
+    """The configuration of `model.name_or_path` with the values of `model.config`; weights are not looked at.
+
+    Raises:
+        RecipeError: it cannot be read, or a key that it does not have.
+    """
     section = recipe.model
     try:
         config = AutoConfig.from_pretrained(
@@ -177,7 +182,8 @@ def _loaded_config(recipe: Recipe) -> PreTrainedConfig:
         )
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"{recipe.path.name}: model.name_or_path: {section.name_or_path!r} cannot be loaded: {_one_line(error)}"
+            f"{recipe.path.name}: model.name_or_path: {section.name_or_path!r} cannot be loaded "
+            f"({_one_line(error)}); give a directory with its config.json, or architecture and config"
         ) from error
     _check_config_keys(recipe, type(config))
     config.update(section.config)

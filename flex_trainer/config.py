@@ -15,6 +15,13 @@ from flex_trainer.units import parse_bytes
 STRATEGIES = ("recompute", "offload", "quantize")
 QUANTIZE_DTYPES = ("int8", "float8_e4m3fn")
 _LARGEST_BYTES = 2**60
+AUTO_LIMIT_SHARE = 0.9
+"""Share of the free memory that memory_limit "auto" takes: the rest is for what the process allocates outside of its
+tensors (the driver, communication libraries, what allocators keep)."""
+AUTO_RESERVE_SHARE = 0.015
+"""Share of the limit that transient_reserve "auto" keeps free, beside the transients that are modelled."""
+_IN_FLIGHT_SHARE, _LEAST_IN_FLIGHT_BYTES = 0.02, 2**24
+"""Offload copies on their way may hold this share of the limit, and at least this much."""
 PLANNERS = ("optimal", "bandwidth", "largest_first")
 
 
@@ -52,8 +59,8 @@ class FlexConfig:
     size, a whole number of bytes, or a fraction of the memory limit (a float in [0, 1))."""
 
     seed_profile: str | None = None
-    """A JSON file with measured operator costs: read when it exists (no profiling micro-batch is needed then), written
-    when training ends."""
+    """A JSON file with the sizes and times of operators: read when it exists (what it knows is not traced or measured
+    again), written when training ends."""
 
     planner: str = "optimal"
     """How mitigations are chosen: "optimal" (least added time), or by Algorithm 2 of the BaGuaLu-2 paper, where the
@@ -103,6 +110,11 @@ class FlexConfig:
     def offload_directory(self) -> Path | None:
         """The directory for offloaded activations, or None for "host"."""
         return None if self.offload_to == "host" else Path(self.offload_to)
+
+
+def in_flight_bound_bytes(limit_bytes: int) -> int:
+    """Most that offload copies on their way may hold under a memory limit."""
+    return max(int(_IN_FLIGHT_SHARE * limit_bytes), _LEAST_IN_FLIGHT_BYTES)
 
 
 def amount_bytes(amount: str | float | int, whole_bytes: int) -> int:

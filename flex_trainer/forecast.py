@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flex_trainer.activations.trace import Trace
+from flex_trainer.activations.trace import Trace, Work
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.process_memory import return_freed_memory
@@ -84,20 +84,15 @@ class Forecast:
         finally:
             streams.restore()
             gc.collect()  # the twin is full of reference cycles, as any module with bound methods put on it
-        self._estimate_seconds(forward.trace)
+        forward.set_seconds(self._seconds_of)
         return forward.trace, forward.routed_rows
 
-    def _estimate_seconds(self, trace: Trace) -> None:
-        """A first guess at the times, until a real run has measured them."""
+    def _seconds_of(self, work: Work) -> float:
+        """A first guess at an operator's time, until a real run has measured it."""
         if self._speed is None:
             self._speed = _probe(self._device)
         flops_per_second, bytes_per_second = self._speed
-        for call in reversed(trace.calls):  # inner calls come after their block, and count in it
-            if call.work is not None:
-                compute = max(call.work.flops / flops_per_second, call.work.moved_bytes / bytes_per_second)
-                call.seconds += compute + _LAUNCH_SECONDS
-            if call.parent >= 0:
-                trace.calls[call.parent].seconds += call.seconds
+        return max(work.flops / flops_per_second, work.moved_bytes / bytes_per_second) + _LAUNCH_SECONDS
 
 
 def _probe(device: torch.device) -> tuple[float, float]:

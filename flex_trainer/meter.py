@@ -31,7 +31,7 @@ from flex_trainer.allocator import (
     read_allocator,
     with_index,
 )
-from flex_trainer.config import FlexConfig
+from flex_trainer.config import AUTO_LIMIT_SHARE, FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.process_memory import cgroup_limit_bytes, cgroup_used_bytes, process_memory
 from flex_trainer.units import format_bytes
@@ -107,8 +107,6 @@ _CUDA_SAMPLE_SHARE = 0.01
 _LEAST_ROUNDED_BYTES = 2**24
 _MOST_ROUNDING = 1.25
 """Rounding is learnt from windows that allocate this much, and believed up to here."""
-_AUTO_SHARE = 0.9
-"""Share of the free memory that "auto" takes: the rest is for what the process allocates outside of its tensors."""
 
 
 class ProcessMeter:
@@ -125,7 +123,7 @@ class ProcessMeter:
     def auto_bytes(self) -> int:
         in_use = self.in_use_bytes()
         free = [psutil.virtual_memory().available, *cgroup_free_bytes(), *self._data_limit_left()]
-        return in_use + int(_AUTO_SHARE * max(min(free), 0))
+        return in_use + int(AUTO_LIMIT_SHARE * max(min(free), 0))
 
     def device_bytes(self) -> int:
         return min(limit for limit in (psutil.virtual_memory().total, cgroup_limit_bytes()) if limit is not None)
@@ -207,7 +205,7 @@ class CudaMeter:
 
     def auto_bytes(self) -> int:
         state = read_allocator(self._device)
-        return state.reserved_bytes + int(_AUTO_SHARE * state.growth_bytes)
+        return state.reserved_bytes + int(AUTO_LIMIT_SHARE * state.growth_bytes)
 
     def device_bytes(self) -> int:
         return torch.cuda.get_device_properties(self._device).total_memory

@@ -13,7 +13,7 @@ from flex_trainer.activations.offload import OffloadStore, Tier, flat_bytes
 from flex_trainer.activations.pinned_tier import PinnedTier
 from flex_trainer.activations.quantize import dequantize_rows, quantize_rows
 from flex_trainer.allocator import with_index
-from flex_trainer.config import FlexConfig
+from flex_trainer.config import FlexConfig, in_flight_bound_bytes
 from flex_trainer.cost.roofline import Rates, Roofline
 from flex_trainer.errors import UserError
 from flex_trainer.meter import cgroup_free_bytes
@@ -24,9 +24,6 @@ _PINNED_REMEDY = (
     "What is offloaded goes to pinned host memory: free some on this host, start fewer processes there, or leave "
     "'offload' out of strategies; the others go on."
 )
-_IN_FLIGHT_SHARE = 0.02
-_LEAST_IN_FLIGHT_BYTES = 2**24
-"""Copies on their way may hold this share of the limit, and at least this much."""
 _PROBE_BYTES = 2**20, 2**23
 
 
@@ -43,7 +40,7 @@ class OffloadService:
         self._store: OffloadStore | None = None
         self._rates: Rates | None = None
         if "offload" in config.strategies:
-            in_flight_bytes = max(int(_IN_FLIGHT_SHARE * limit_bytes), _LEAST_IN_FLIGHT_BYTES)
+            in_flight_bytes = in_flight_bound_bytes(limit_bytes)
             tier = self._make_tier()
             if isinstance(tier, PinnedTier):
                 self._store = OffloadStore(tier, in_flight_bytes, remedy=_PINNED_REMEDY)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flex_trainer.config import FlexConfig, amount_bytes
+from flex_trainer.config import AUTO_RESERVE_SHARE, FlexConfig, amount_bytes
 from flex_trainer.correction import Correction
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.profile import Profile
@@ -46,8 +46,6 @@ _TOLERANCE = 1.05
 """A micro-batch whose least predicted peak is over the limit by less than this still runs: the model may be wrong."""
 _REPLAN_SHARE = 0.005
 """More held than predicted by this share of the limit: time to re-plan."""
-_AUTO_RESERVE = 0.015
-"""Share of the limit that transient_reserve "auto" keeps free, beside the transients that are modelled."""
 _IN_FLIGHT_REMEMBERED = 16
 """Rounds (first forward to last backward) over which the most micro-batches in flight are expected again."""
 _MAX_MEASUREMENTS = 3
@@ -326,9 +324,9 @@ class Provisioner:
 
     def _reserve_bytes(self) -> int:
         reserve = self._config.transient_reserve
-        return (
-            int(_AUTO_RESERVE * self._nearest_bytes) if reserve == "auto" else amount_bytes(reserve, self.limit_bytes)
-        )
+        if reserve == "auto":
+            return int(AUTO_RESERVE_SHARE * self._nearest_bytes)
+        return amount_bytes(reserve, self.limit_bytes)
 
     def _seed_profile(self) -> Profile:
         if self._config.seed_profile is None:

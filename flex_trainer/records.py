@@ -48,7 +48,7 @@ class MicroBatchRecord:
     num_replans: int = 0
     """How often the plan was changed after a router."""
     is_profile: bool = False
-    """Whether this micro-batch was run with everything mitigated, to measure operators or sizes never seen before."""
+    """Whether this micro-batch was run with everything mitigated, to measure what could not be traced beforehand."""
     num_unmanaged: int = 0
     """Saved tensors of kinds the engine leaves alone (subclasses, sparse tensors): kept, and not counted in bytes."""
 

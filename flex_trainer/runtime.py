@@ -1,6 +1,6 @@
 """One micro-batch from budget to backward.
 
-    begin      measure what is in use -> budget (Algorithm 1) -> plan (Algorithm 2), or take the plan from the cache
+    begin      measure what is in use -> budget (Algorithm 1) -> plan, or take the plan from the cache
     forward    every operator under its strategy; after each router, look whether the rest of the plan still holds
     end        what is really held replaces what was predicted in the books
     backward   values come back; then the measured peak corrects the model, and a record is kept

@@ -2,6 +2,7 @@
 
 requirement 1   saved bytes: mean and worst error over families, shapes, dtypes and strategies, and for the routed
                 part over rows from none to all of a group's; the process's peak: mean and worst error
+plan            time and memory of `flex-trainer plan` for the largest shipped recipes
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from flex_trainer.bench.plans import estimate_figures
 from flex_trainer.bench.saved_bytes import (
     FAMILIES,
     ROUTED_FAMILIES,
@@ -32,6 +34,8 @@ BOUNDS = {
     "peak_mean_error_percent": 3.0,
     "peak_worst_error_percent": 8.0,
 }
+PLAN_BOUNDS = {"plan_wall_seconds": 30.0, "plan_peak_rss_gib": 3.0}
+"""Of `flex-trainer plan` for the largest shipped recipes, start of the interpreter included."""
 SHARES_LEFT = (None, 0.85, 0.7, 0.6)
 """Limits that peaks are measured under: ample, and shares of what keeping everything takes above the start."""
 NUM_STEPS = 4
@@ -56,7 +60,16 @@ def measure(is_quick: bool) -> tuple[dict[str, Any], dict[str, float], dict[str,
     figures |= {f"{key}_mean_error_percent": statistics.mean(found) for key, found in errors.items()}
     figures |= {f"{key}_worst_error_percent": max(found) for key, found in errors.items()}
     figures["num_peaks"] = len(errors["peak"])
-    return figures, dict(BOUNDS), {"1": all(figures[key] <= bound for key, bound in BOUNDS.items())}
+    bounds, meets = dict(BOUNDS), {"1": all(figures[key] <= bound for key, bound in BOUNDS.items())}
+    if not is_quick:
+        console.print("plans of the largest recipes", highlight=False)
+        plans = estimate_figures()
+        figures |= {f"{name}/{key}": value for name, plan in plans.items() for key, value in plan.items()}
+        figures["plan_wall_seconds"] = max(plan["wall_seconds"] for plan in plans.values())
+        figures["plan_peak_rss_gib"] = max(plan["peak_rss_bytes"] for plan in plans.values()) / 2**30
+        bounds |= PLAN_BOUNDS
+        meets["plan"] = all(figures[key] <= bound for key, bound in PLAN_BOUNDS.items())
+    return figures, bounds, meets
 
 
 def _summary(name: str, comparisons: Iterable[Comparison]) -> dict[str, Any]:

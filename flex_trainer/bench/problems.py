@@ -18,7 +18,7 @@ from flex_trainer.cost.roofline import Rates
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
-from flex_trainer.planner.classes import with_equal_times
+from flex_trainer.planner.classes import classes_of
 from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
@@ -56,7 +56,7 @@ def recorded(families: Iterable[str], shapes: Iterable[tuple[int, int]]) -> dict
             imbalance = (1.0, 2.6)[number % 2]
             if imbalance > 1:
                 graph = graph.with_routed_rows(1, imbalance)
-            graphs[f"{family} {batch_size}x{length} imbalance {imbalance}"] = with_equal_times(graph)
+            graphs[f"{family} {batch_size}x{length} imbalance {imbalance}"] = _with_equal_times(graph)
     return graphs
 
 
@@ -78,7 +78,17 @@ def deeper(graph: ActivationGraph, num_layers: int, factor: int = 1) -> Activati
     layers = [first, *[middle] * (num_layers - 2), last]
     segments = [_scaled(_as_layer(segment, number), factor) for number, segment in enumerate(layers)]
     shared_bytes = tuple(size * factor for size in graph.shared_bytes)
-    return with_equal_times(ActivationGraph((*segments, _scaled(outside, factor)), shared_bytes))
+    return _with_equal_times(ActivationGraph((*segments, _scaled(outside, factor)), shared_bytes))
+
+
+def _with_equal_times(graph: ActivationGraph) -> ActivationGraph:
+    """The graph as it is planned: every segment with the mean times of its class."""
+    classes = classes_of(graph.segments)
+    equal = []
+    for number, segment in zip(classes.of, graph.segments, strict=True):
+        pairs = zip(segment.operators, classes.segments[number].operators, strict=True)
+        equal.append(replace(segment, operators=tuple(replace(own, seconds=mean.seconds) for own, mean in pairs)))
+    return replace(graph, segments=tuple(equal))
 
 
 def _record(family: str, batch_size: int, length: int) -> ActivationGraph:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from flex_trainer.config import AUTO_RESERVE_SHARE
 from flex_trainer.cost.hardware import HARDWARE
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.estimator import Estimator, Outcome
-from flex_trainer.estimate.settings import AUTO_RESERVE, Settings
+from flex_trainer.estimate.settings import Settings
 from flex_trainer.strategy import Strategy
 from flex_trainer.units import format_bytes
 
@@ -135,9 +136,9 @@ def _shards(settings: Settings) -> Iterator[_Candidate]:
 def _limit(estimator: Estimator, settings: Settings, imbalance: float) -> Suggestion | None:
     """The least memory with which it runs as it is, and which devices have it."""
     needed_bytes = estimator.outcome(settings, imbalance).worst.needed_bytes + estimator.hardware.runtime_bytes
-    limit_bytes = int(needed_bytes / (1 - AUTO_RESERVE))
+    limit_bytes = int(needed_bytes / (1 - AUTO_RESERVE_SHARE))
     for _ in range(_MAX_LIMIT_STEPS):
-        reserve_bytes = max(settings.reserve_bytes, int(AUTO_RESERVE * limit_bytes))
+        reserve_bytes = max(settings.reserve_bytes, int(AUTO_RESERVE_SHARE * limit_bytes))
         trial = replace(settings, limit_bytes=limit_bytes, reserve_bytes=reserve_bytes)
         outcome = estimator.outcome(trial, imbalance)
         if outcome.fits:

@@ -6,21 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from flex_trainer.config import amount_bytes
+from flex_trainer.config import AUTO_LIMIT_SHARE, AUTO_RESERVE_SHARE, amount_bytes, in_flight_bound_bytes
 from flex_trainer.cost.hardware import Hardware
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.optimizers import DEFAULT, optimizer
 from flex_trainer.estimate.stage import Precision
 from flex_trainer.recipe import Recipe
 from flex_trainer.strategy import Strategy
-
-_AUTO_LIMIT = 0.9
-"""Share of the device's memory that memory_limit "auto" stands for here: the rest is for the driver, communication
-libraries and what the allocator keeps."""
-AUTO_RESERVE = 0.015
-"""Share of the limit that transient_reserve "auto" keeps free, as in a run."""
-_IN_FLIGHT_SHARE, _LEAST_IN_FLIGHT_BYTES = 0.02, 2**24
-"""Offload copies on their way may hold as much, as in a run."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class Settings:
         """Most that offload copies may hold."""
         if Strategy.OFFLOAD not in self.strategies:
             return 0
-        return max(int(_IN_FLIGHT_SHARE * self.limit_bytes), _LEAST_IN_FLIGHT_BYTES)
+        return in_flight_bound_bytes(self.limit_bytes)
 
 
 def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weights_dtype: torch.dtype) -> Settings:
@@ -67,9 +59,9 @@ def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weigh
     optimizer(optim)
     if num_ranks is not None and num_ranks < 1:
         raise UserError(f"--ranks {num_ranks} must be at least 1")
-    limit_bytes = recipe.flex.limit_bytes(hardware.memory_bytes, int(_AUTO_LIMIT * hardware.memory_bytes))
+    limit_bytes = recipe.flex.limit_bytes(hardware.memory_bytes, int(AUTO_LIMIT_SHARE * hardware.memory_bytes))
     reserve = recipe.flex.transient_reserve
-    reserve_bytes = int(AUTO_RESERVE * limit_bytes) if reserve == "auto" else amount_bytes(reserve, limit_bytes)
+    reserve_bytes = int(AUTO_RESERVE_SHARE * limit_bytes) if reserve == "auto" else amount_bytes(reserve, limit_bytes)
     return Settings(
         batch_size=_positive(training, "per_device_train_batch_size", 8),
         sequence_length=recipe.data.sequence_length,

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flex_trainer.build import build_tokenizer, random_config
+from flex_trainer.build import build_tokenizer, loaded_config, random_config
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.mesh import Stage
 from flex_trainer.estimate.weights import Weight
@@ -207,7 +207,7 @@ def build_skeleton(recipe: Recipe) -> Skeleton:
         config = random_config(recipe, None if has_vocabulary else build_tokenizer(recipe))
         dtype = section.dtype or "float32"
     else:
-        config = _remote_config(recipe)
+        config = loaded_config(recipe)
         dtype = section.dtype if section.dtype not in (None, "auto") else (config.dtype or "float32")
     try:
         with torch.device("meta"):
@@ -215,22 +215,6 @@ def build_skeleton(recipe: Recipe) -> Skeleton:
     except (OSError, ValueError) as error:
         raise RecipeError(f"{recipe.path.name}: model: {' '.join(str(error).split())}") from error
     return Skeleton(model.train())
-
-
-def _remote_config(recipe: Recipe) -> PreTrainedConfig:
-    section = recipe.model
-    try:
-        config = AutoConfig.from_pretrained(
-            section.name_or_path or "", revision=section.revision or "main", trust_remote_code=section.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"{recipe.path.name}: model.name_or_path: the configuration of {section.name_or_path!r} cannot be read "
-            f"({' '.join(str(error).split())}); weights are not needed for a plan: give a directory with its "
-            "config.json, or architecture and config"
-        ) from error
-    config.update(section.config)
-    return config
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:

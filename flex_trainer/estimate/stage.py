@@ -15,7 +15,7 @@ from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.estimate.mesh import Stage
 from flex_trainer.estimate.skeleton import Representative, Skeleton
-from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
+from flex_trainer.symbolic.forward import SymbolicModel
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def trace_stage(
         autocast = torch.autocast("cpu", precision.autocast) if precision.autocast is not None else nullcontext()
         with autocast:
             traced = symbolic.trace((), _inputs(skeleton, stage, batch_size, sequence_length))
-    _set_seconds(traced, hardware, precision.matmul)
+    traced.set_seconds(lambda work: _forward_seconds(work, hardware, precision.matmul))
     profile = Profile()
     profile.observe(shape, traced.trace, traced.routed_rows)
     graph = profile.graph(shape)
@@ -166,15 +166,6 @@ def _inputs(skeleton: Skeleton, stage: Stage, batch_size: int, sequence_length: 
 
 
 # Times
-
-
-def _set_seconds(traced: SymbolicForward, hardware: Hardware, dtype: str) -> None:
-    """Forward times by the roofline, inner operators included, as the engine would have measured them."""
-    for call in traced.trace.calls:
-        call.seconds = _forward_seconds(call.work, hardware, dtype)
-    for call in reversed(traced.trace.calls):
-        if call.parent >= 0:
-            traced.trace.calls[call.parent].seconds += call.seconds
 
 
 def _forward_seconds(work: Work | None, hardware: Hardware, dtype: str) -> float:

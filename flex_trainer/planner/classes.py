@@ -44,16 +44,6 @@ def classes_of(segments: Sequence[Segment]) -> Classes:
     return Classes(tuple(numbers[key] for key in keys), tuple(_mean(group) for group in members.values()))
 
 
-def with_equal_times(graph: ActivationGraph) -> ActivationGraph:
-    """The graph as it is planned: every segment with the mean times of its class."""
-    classes = classes_of(graph.segments)
-    equal = []
-    for number, segment in zip(classes.of, graph.segments, strict=True):
-        pairs = zip(segment.operators, classes.segments[number].operators, strict=True)
-        equal.append(replace(segment, operators=tuple(replace(own, seconds=mean.seconds) for own, mean in pairs)))
-    return replace(graph, segments=tuple(equal))
-
-
 def _mean(segments: list[Segment]) -> Segment:
     if len(segments) == 1:
         return segments[0]

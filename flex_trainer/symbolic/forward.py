@@ -52,6 +52,19 @@ class SymbolicForward:
     held_bytes: int
     """Saved bytes at the end of forward, everything kept."""
 
+    def set_seconds(self, seconds_of: Callable[[Work], float]) -> None:
+        """Give every call a time, inner calls included, as the engine would have measured it.
+
+        Args:
+            seconds_of: forward time of an operator's own work.
+        """
+        calls = self.trace.calls
+        for call in calls:
+            call.seconds = 0.0 if call.work is None else seconds_of(call.work)
+        for call in reversed(calls):  # inner calls come after their block
+            if call.parent >= 0:
+                calls[call.parent].seconds += call.seconds
+
 
 class SymbolicModel:
     """The twin of one model, for traces at any shape.

@@ -80,5 +80,5 @@ def test_without_a_network_the_configuration_is_missing(tmp_path: Path, capsys, 
     overrides = ["model={name_or_path: nobody/no-such-model}"]
     assert run(recipe, *overrides) == 2
     error = capsys.readouterr().err
-    assert "the configuration of 'nobody/no-such-model' cannot be read" in error
+    assert "'nobody/no-such-model' cannot be loaded" in error
     assert "give a directory with its config.json" in error

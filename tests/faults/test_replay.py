@@ -15,27 +15,12 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.models.discovery import discover, find_experts
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.steps import instrumented
-from flex_trainer.testing.tiny import FAMILIES, tiny_batch, tiny_model
+from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
 from tests.faults.outcomes import EXACT, STRATEGIES, Forward, Outcome, assert_same, outcome
+from tests.faults.small_models import MOE_FAMILIES, one_step, small
 
-MOE_FAMILIES = [name for name in FAMILIES if name not in ("llama", "qwen3")]
 REPLAYING = ("recompute operators", "recompute blocks")
-
-
-def small(architecture: str = "qwen3_moe", **options: Any) -> Any:
-    return tiny_model(architecture, num_hidden_layers=2, **options)
-
-
-def one_step(model: Any, **more: Any):
-    inputs = {**tiny_batch(model, 2, 10), "use_cache": False, **more}
-
-    def body(forward: Forward) -> list[torch.Tensor]:
-        loss = forward(**inputs).loss
-        loss.backward()
-        return [loss]
-
-    return body
 
 
 def assert_close(got: Outcome, plain: Outcome, share: float) -> None:

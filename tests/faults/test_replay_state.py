@@ -12,27 +12,12 @@ from torch import nn
 from flex_trainer.config import FlexConfig
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.steps import instrumented
-from flex_trainer.testing.tiny import FAMILIES, tiny_batch, tiny_model
+from flex_trainer.testing.tiny import tiny_batch
 from tests.fake_meter import BASE_BYTES, with_fake_meter
 from tests.faults.outcomes import EXACT, STRATEGIES, Forward, assert_same, outcome
+from tests.faults.small_models import one_step, small
 
-MOE_FAMILIES = [name for name in FAMILIES if name not in ("llama", "qwen3")]
 REPLAYING = ("recompute operators", "recompute blocks", "mixed")
-
-
-def small(architecture: str = "qwen3_moe", **options: Any) -> Any:
-    return tiny_model(architecture, num_hidden_layers=2, **options)
-
-
-def one_step(model: Any, **more: Any):
-    inputs = {**tiny_batch(model, 2, 10), "use_cache": False, **more}
-
-    def body(forward: Forward) -> list[torch.Tensor]:
-        loss = forward(**inputs).loss
-        loss.backward()
-        return [loss]
-
-    return body
 
 
 # 12, 14: random numbers

@@ -19,42 +19,14 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
 from flex_trainer.models.sharding import refuse_sharded
 from flex_trainer.runtime import FlexRuntime
-from flex_trainer.strategy import Site, Strategy
+from flex_trainer.strategy import Strategy
 from flex_trainer.testing.steps import ByFunction, instrumented
 from flex_trainer.testing.tiny import FAMILIES, tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
 from tests.faults.live_bytes import live_bytes
 from tests.faults.outcomes import STRATEGIES, Forward, outcome
+from tests.faults.small_scopes import ALL, A, B, assert_equal_or_near, leaf, scope_of
 from tests.runtime_steps import without_forecast
-
-ALL = (Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE)
-A, B = Site("a", "linear", 0), Site("b", "linear", 0)
-
-
-def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-
-
-def scope_of(choose: Strategy | Callable[[Site], Strategy], *parameters: torch.Tensor) -> Scope:
-    function = (lambda site: choose) if isinstance(choose, Strategy) else choose
-    store = OffloadStore(FileTier())
-    return Scope(ByFunction(function), Ledger(), parameters=parameters, store=lambda: store, min_mitigated_bytes=1)
-
-
-def plainly(site: Site, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-def assert_nothing_held(scope: Scope) -> None:
-    assert (scope.ledger.held_bytes, scope.ledger.recovered_bytes) == (0, 0)
-
-
-def assert_equal_or_near(strategy: Strategy, got: torch.Tensor, wanted: torch.Tensor) -> None:
-    if strategy is Strategy.QUANTIZE:
-        torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
-    else:
-        assert torch.equal(got, wanted)
-
 
 # 19: branches that nobody asks for
 

@@ -6,7 +6,6 @@ import gc
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,32 +24,12 @@ from tests.runtime_steps import (
     LIMIT_BYTES,
     assert_equal,
     attached,
-    detach_all,
     gradients,
     loss_of,
     plain_gradients,
     step,
     without_forecast,
 )
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return tiny_model("mixtral")
-
-
-@pytest.fixture(autouse=True)
-def detached() -> Iterator[None]:
-    yield
-    detach_all()
 
 
 def test_profiles_first_and_plans_then(model: PreTrainedModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +13,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from flex_trainer import FlexConfig, FlexPlugin, FlexTrainer
 from flex_trainer.failed_allocation import is_out_of_memory, let_go, nearest_limit, requested_bytes
 from flex_trainer.margin import SafetyMargin
-from flex_trainer.reports import summary_table
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.snapshot import Bookkeeping, Buffers
 from flex_trainer.testing.failures import ASKED_BYTES, TEXT
 from flex_trainer.testing.fake_meter import BASE_BYTES, with_fake_meter
-from flex_trainer.testing.processes import run_in_subprocess
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from flex_trainer.transaction import Transaction
+from tests.once import Once
 from tests.runtime_steps import assert_equal, attached, detach_all, gradients, loss_of, plain_gradients
 from tests.trainer_runs import LIMIT_BYTES, Batches, assert_same_run, make
 
 AMPLE = FlexConfig(BASE_BYTES + 50_000_000)
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    yield
-    detach_all()
-    torch.use_deterministic_algorithms(False)
-
-
-class Once:
-    """Raises an error the first times it is called."""
-
-    def __init__(self, num_failures: int = 1, make_error: Callable[[], Exception] = lambda: RuntimeError(TEXT)) -> None:
-        self.num_left = num_failures
-        self._make_error = make_error
-
-    def __call__(self) -> None:
-        if self.num_left > 0:
-            self.num_left -= 1
-            raise self._make_error()
 
 
 def transaction(config: FlexConfig = AMPLE) -> tuple[Transaction, PreTrainedModel, FlexRuntime]:
@@ -497,49 +474,3 @@ def test_without_a_transaction_the_second_forward_runs_in_as_little_as_there_is(
     torch.stack([loss_of(reference, 0), loss_of(reference, 1)]).sum().backward()
     assert_equal(gradients(model), gradients(reference))
     assert runtime.records[1].actual_bytes < runtime.records[0].actual_bytes
-
-
-# Where it can be seen
-
-
-def test_retries_are_in_the_log_the_summary_and_the_report(tmp_path: Path) -> None:
-    class Failing(FlexTrainer):
-        fail = Once()
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            if self.state.global_step == 1:
-                self.fail()
-            return loss
-
-    trainer = make(tmp_path, FlexConfig(LIMIT_BYTES), trainer_class=Failing, max_steps=3)
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert [row["flex/retries/count"] for row in rows] == [0, 1, 0]
-    assert [row["flex/retries/total"] for row in rows] == [0, 1, 1]
-    assert trainer.flex.summary().num_retries == 1
-    table = summary_table(trainer.flex.records, trainer.flex.limit_bytes, trainer.flex.retries)
-    assert table.row_count == 13
-    page = trainer.flex.report(tmp_path / "report.html").read_text()
-    assert "<h2>Steps run again</h2>" in page and "97.66 KiB" in page
-
-
-# For real
-
-
-def test_a_limit_that_falls_in_the_middle_of_a_run() -> None:
-    result = run_in_subprocess("tests.transaction_jobs:train_under_a_falling_limit", timeout_s=300)
-    assert result.exit_code == 0, result.stderr[-3000:]
-    assert result.value["num_retries"] >= 1 and result.value["is_equal"]
-    assert result.value["operators"] and all(result.value["operators"])
-    assert result.value["num_records"] == 4
-
-
-def test_trainer_without_strategies_is_not_kept_from_failing(tmp_path: Path) -> None:
-    class Failing(FlexTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError(TEXT)
-
-    trainer: Trainer = make(tmp_path, FlexConfig(10**9, strategies=()), trainer_class=Failing)
-    with pytest.raises(RuntimeError, match="tried to allocate"):
-        trainer.train()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,31 +20,11 @@ from tests.runtime_steps import (
     LIMIT_BYTES,
     assert_equal,
     attached,
-    detach_all,
     gradients,
     loss_of,
     plain_gradients,
     step,
 )
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return tiny_model("mixtral")
-
-
-@pytest.fixture(autouse=True)
-def detached() -> Iterator[None]:
-    yield
-    detach_all()
 
 
 def test_detach_gives_the_model_back(model: PreTrainedModel) -> None:

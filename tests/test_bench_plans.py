@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flex_trainer.estimate.figures import LARGE_RECIPES, estimate_figures
+from flex_trainer.bench.plans import LARGE_RECIPES, estimate_figures
 from flex_trainer.recipe import load_recipe
 from tests.estimate.recipes import write_recipe
 
