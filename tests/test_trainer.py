@@ -42,7 +42,7 @@ def test_run_under_a_limit_equals_the_plain_run(
     tmp_path: Path, plain: Trainer, strategies: tuple[str, ...], planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Copies on their way may hold 16 MiB or more, all of this model; make it a part of it, as it is elsewhere.
-    monkeypatch.setattr("flex_trainer.offloading._LEAST_IN_FLIGHT_BYTES", 2**17)
+    monkeypatch.setattr("flex_trainer.config._LEAST_IN_FLIGHT_BYTES", 2**17)
     # What is on its way down or up counts too, so offload alone needs more room.
     limit_bytes = LIMIT_BYTES + 450_000 * (strategies == ("offload",))
     trainer = make(tmp_path, FlexConfig(limit_bytes, strategies, planner=planner))

@@ -26,7 +26,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     # Copies on their way may hold 16 MiB or more, all of this model; make it a part of it, as it is elsewhere.
-    monkeypatch.setattr("flex_trainer.offloading._LEAST_IN_FLIGHT_BYTES", 2**17)
+    monkeypatch.setattr("flex_trainer.config._LEAST_IN_FLIGHT_BYTES", 2**17)
     yield
     torch.use_deterministic_algorithms(False)
 
