@@ -22,11 +22,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from flex_trainer.activations.clock import Clock, HostClock
 from flex_trainer.activations.context import current_scope, scope_is
 from flex_trainer.activations.identity import StorageTable, is_plain, storage_key
+from flex_trainer.activations.layout import Layout
 from flex_trainer.activations.leaves import leaves_of, tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
-from flex_trainer.activations.quantize import QuantizedValue, num_rows
+from flex_trainer.activations.quantize import QuantizedValue
 from flex_trainer.activations.region import Region
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
 from flex_trainer.activations.values import (
@@ -333,11 +334,15 @@ class Scope:
         if entry.num_bytes < self._min_mitigated_bytes or alive(entry.holding) is not None:
             return None
         stored: StoredValue | None = None
+        value = self._trace.values[entry.value]
         start = self._clock.mark()
         if entry.strategy is Strategy.OFFLOAD and self._store is not None:
             stored = self._store().put(tensor, self.ledger)
-        elif entry.strategy is Strategy.QUANTIZE and QuantizedValue.takes(tensor):
-            stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger)
+        elif entry.strategy is Strategy.QUANTIZE and QuantizedValue.shrinks(tensor, value.layout):
+            if QuantizedValue.is_finite(tensor):
+                stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger, value.layout)
+            else:
+                value.has_infinity = True
         self._clock.pause(start)
         if stored is not None:
             entry.stored = weakref.ref(stored)
@@ -352,7 +357,6 @@ class Scope:
             value.savers.append(saver)
         if not entry.is_counted:
             entry.is_counted = True
-            value.num_rows = num_rows(tensor)
             self._fresh.append(entry)
             self.ledger.demand(entry.num_bytes)
             if entry.region is not None and entry.version == tensor._version:
@@ -380,7 +384,7 @@ class Scope:
 
     def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> _Entry:
         num_bytes = storage.nbytes()
-        self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size()))
+        self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size(), layout=Layout.of(tensor)))
         entry = _Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
         return self._table.put(storage, entry)
 

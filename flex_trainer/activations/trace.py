@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flex_trainer.activations.layout import Layout
 from flex_trainer.strategy import Site
 
 
@@ -20,8 +21,15 @@ class ValueTrace:
     element_bytes: int = 1
     savers: list[int] = field(default_factory=list)
     """Calls whose autograd nodes save it."""
-    num_rows: int = 0
-    """Rows that it is quantised in, each with a scale of its own; 0: not a kind that is quantised."""
+    layout: Layout | None = None
+    """Of the tensor in which it was first seen."""
+    has_infinity: bool = False
+    """It was seen to hold infinities, as masks do: it is kept where others are quantised."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it is quantised in, each with a scale of its own; 0: not a kind that is quantised."""
+        return 0 if self.layout is None else self.layout.num_rows(self.num_bytes)
 
 
 @dataclass

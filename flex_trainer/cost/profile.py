@@ -13,7 +13,7 @@ from flex_trainer.cost.structure import Structure
 from flex_trainer.errors import UserError
 from flex_trainer.files import write_whole
 
-_FORMAT = 3
+_FORMAT = 4
 _MUCH_LONGER = 1.25
 
 

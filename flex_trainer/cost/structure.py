@@ -30,6 +30,7 @@ class Structure:
         self._gradient_bytes = [0] * len(calls)
         self._seconds_per_unit = [0.0] * len(calls)
         self._is_timed = False  # by a real run
+        self._has_infinity = [False] * len(values)  # as a mask: kept where others are quantised
         self._samples: list[dict[str, Any]] = []  # sizes that taught something, for the file
         self.seen: set[tuple[int, int]] = set()
         """All shapes (batch size, sequence length) that had this structure."""
@@ -80,6 +81,11 @@ class Structure:
         is_news = trace.is_symbolic or not self._expects(sample)
         if is_news:
             self._learn(sample)
+        if any(value.has_infinity and not known for value, known in zip(trace.values, self._has_infinity, strict=True)):
+            self._has_infinity = [
+                known or value.has_infinity for known, value in zip(self._has_infinity, trace.values, strict=True)
+            ]
+            is_news = True
         self.seen.add((shape.batch_size, shape.sequence_length))
         for experts, num_rows in routed_rows.items():
             rate = num_rows / max(shape.num_tokens, 1)
@@ -111,7 +117,10 @@ class Structure:
             ),
             gradient_bytes=self._gradient_bytes,
             value_bytes=self._value_scaling.predict(*at).tolist(),
-            value_rows=self._row_scaling.predict(*at).tolist(),
+            value_rows=[
+                0 if is_kept else num_rows
+                for is_kept, num_rows in zip(self._has_infinity, self._row_scaling.predict(*at).tolist(), strict=True)
+            ],
             is_routed=[
                 value.owner >= 0 and self._calls[value.owner].site.kind.startswith("expert") and not constant
                 for value, constant in zip(self._values, is_constant.tolist(), strict=True)
@@ -126,6 +135,7 @@ class Structure:
             "values": [vars(value) for value in self._values],
             "seconds_per_unit": self._seconds_per_unit,
             "is_timed": self._is_timed,
+            "has_infinity": self._has_infinity,
             "samples": self._samples,
             "seen": sorted(self.seen),
             "rows_per_token": self.rows_per_token,
@@ -150,10 +160,11 @@ class Structure:
         )
         structure._seconds_per_unit = [float(seconds) for seconds in data["seconds_per_unit"]]
         structure._is_timed = bool(data["is_timed"])
+        structure._has_infinity = [bool(has_infinity) for has_infinity in data["has_infinity"]]
         structure.seen = {(int(batch_size), int(length)) for batch_size, length in data["seen"]}
         structure.rows_per_token = {name: float(rate) for name, rate in data["rows_per_token"].items()}
         by_call: list[list[Any]] = [structure._seconds_per_unit]
-        by_value: list[list[Any]] = []
+        by_value: list[list[Any]] = [structure._has_infinity]
         for sample in data["samples"]:
             by_call += [sample[key] for key in ("outputs", "forward", "backward", "gradients") if key in sample]
             by_value += [sample["values"], sample["rows"]]

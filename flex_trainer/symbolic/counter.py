@@ -16,6 +16,9 @@ from torch.utils.flop_counter import flop_registry
 from flex_trainer.activations.trace import Work
 from flex_trainer.errors import UserError
 
+_INFINITY = (float("inf"), float("-inf"))
+_CARRIES_INFINITY = {"clone", "_to_copy", "copy_", "add", "add_", "where", "masked_fill", "cat", "index", "repeat"}
+"""Operations of whose infinite inputs the result has some. Others are taken to end them, as softmax does."""
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
 _GROUPED_BACKWARD = {"grouped_mm_fallback_backward"}
@@ -48,6 +51,7 @@ class OperationCounter(TorchDispatchMode):
         self._held_bytes = held_bytes
         self._has_padding = has_padding
         self._known: set[int] = set()
+        self._infinite: set[int] = set()
         self.live_bytes = 0
         """Bytes of all storages that the run has made and that are alive."""
         self.gradient_bytes = 0
@@ -66,6 +70,7 @@ class OperationCounter(TorchDispatchMode):
         fresh = [leaf for leaf in outputs if _key(leaf) not in inputs]
         for leaf in fresh:
             self.watch(leaf)
+        self._follow_infinity(func, args, kwargs, inputs, outputs)
         # A view touches nothing; an operation in place writes what it reads.
         is_view = not fresh and not func._schema.is_mutable
         if not is_view:
@@ -108,8 +113,19 @@ class OperationCounter(TorchDispatchMode):
         self.live_bytes += num_bytes
         weakref.finalize(storage, self._died, key, num_bytes)
 
+    def holds_infinity(self, tensor: torch.Tensor) -> bool:
+        """Whether infinities were written into the tensor's storage, as into a mask."""
+        return _key(tensor) in self._infinite
+
+    def _follow_infinity(self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Any], outputs: list[Any]) -> None:
+        is_written = any(isinstance(leaf, float) and leaf in _INFINITY for leaf in tree_leaves((args, kwargs)))
+        name = func._overloadpacket.__name__
+        if is_written or (name in _CARRIES_INFINITY and not self._infinite.isdisjoint(inputs)):
+            self._infinite.update(_key(leaf) for leaf in outputs if leaf.is_floating_point())
+
     def _died(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
+        self._infinite.discard(key)
         self.live_bytes -= num_bytes
 
 

@@ -150,9 +150,10 @@ def _refuse_objects(arguments: Any) -> None:
 class _SymbolicScope(Scope):
     """Also says whose saved tensor backward asks for: that operator's backward is running."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, holds_infinity: Callable[[torch.Tensor], bool], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.in_backward = -1
+        self._holds_infinity = holds_infinity
 
     @property
     def running(self) -> int:
@@ -163,6 +164,10 @@ class _SymbolicScope(Scope):
     def untimed_trace(self) -> Trace:
         """The trace without the host's times, which say nothing of a run on data."""
         return self._trace
+
+    def _count(self, entry: Any, tensor: torch.Tensor) -> None:
+        super()._count(entry, tensor)
+        self._trace.values[entry.value].has_infinity |= self._holds_infinity(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         return _Asked(super()._pack(tensor), self.running)
@@ -188,12 +193,17 @@ class _Run:
     def __init__(self, twin: nn.Module, parameters: list[torch.Tensor], has_padding: bool) -> None:
         self._twin = twin
         self._ledger = Ledger()
-        self._scope = _SymbolicScope(Uniform(Strategy.KEEP), self._ledger, parameters=parameters)
         self._outside = Work()
         self._routed_rows: dict[str, int] = {}
         self._is_backward = False
         self.counter = OperationCounter(
             lambda: self.work, lambda: self._is_backward, lambda: self._ledger.held_bytes, has_padding
+        )
+        self._scope = _SymbolicScope(
+            Uniform(Strategy.KEEP),
+            self._ledger,
+            parameters=parameters,
+            holds_infinity=self.counter.holds_infinity,
         )
 
     @property

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from flex_trainer.activations.layout import Layout
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
 from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.profile import Profile
@@ -69,6 +71,24 @@ def test_knows_a_shape_once_its_sizes_are_certain() -> None:
     profile.observe(shape(2, 31), trace(2, 31), {})
     assert profile.knows(shape(2, 50))
     assert held(profile, 2, 50) == saved(2, 50)
+
+
+def test_what_holds_infinities_is_not_quantised_also_after_a_file(tmp_path: Path) -> None:
+    profile = Profile()
+    first, second = trace(2, 20), trace(3, 31)
+    for one in (first, second):
+        for value in one.values:
+            value.layout = Layout((value.num_bytes // 32, 8), (8, 1), torch.float32)
+    profile.observe(shape(2, 20), first, {})
+    second.values[2].has_infinity = True  # its mask, say: seen only when it was to be quantised
+    profile.observe(shape(3, 31), second, {})
+    profile.save(tmp_path / "profile.json", "model")
+    for known in (profile, Profile.load(tmp_path / "profile.json", "model")):
+        rows = [value.num_rows for segment in known.graph(shape(2, 20)).segments for value in segment.values]
+        assert sorted(rows) == sorted([2 * 20, 2 * 20, 0, 2 * 2 * 20, 2 * 2 * 20 * 2])
+    version = profile.version
+    profile.observe(shape(3, 31), second, {})
+    assert profile.version == version
 
 
 def test_a_batch_of_one_row_is_another_kind() -> None:
@@ -185,7 +205,7 @@ def test_file_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def broken(**changes: Any) -> str:
-    file = {"format": 3, "fingerprint": "model-a", "structures": []}
+    file = {"format": 4, "fingerprint": "model-a", "structures": []}
     return json.dumps({key: value for key, value in (file | changes).items() if value is not None})
 
 
