@@ -7,6 +7,7 @@ recovered values and gradients come on top. The peak is often inside backward's 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -120,13 +121,48 @@ class Timeline:
         """Parameter gradients that are there while backward is in each segment."""
         self._pending_bytes = sum(gradients.pending.values())
 
-    def replace(self, segment: int, cost: SegmentCost) -> None:
-        self._held[segment] = cost.held_bytes
-        self._offloaded[segment] = cost.offloaded_bytes
-        self._on_top[segment] = cost.on_top_bytes
-        self._shared_users[list(self._costs[segment].shared)] -= 1
-        self._shared_users[list(cost.shared)] += 1
-        self._costs[segment] = cost
+    def copy(self) -> Timeline:
+        """The same, to be changed apart."""
+        other = copy.copy(self)
+        other._costs = list(self._costs)
+        for name in ("_held", "_on_top", "_offloaded", "_shared_users"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
+
+    @property
+    def gradients_key(self) -> tuple[bytes, int]:
+        """Equal for timelines with the same parameter gradients."""
+        return self.gradients.tobytes(), self._pending_bytes
+
+    def replace(self, segments: Sequence[int], cost: SegmentCost) -> None:
+        """Some segments that cost the same now."""
+        index = list(segments)
+        self._held[index] = cost.held_bytes
+        self._offloaded[index] = cost.offloaded_bytes
+        self._on_top[index] = cost.on_top_bytes
+        for segment in index:
+            if self._costs[segment].shared != cost.shared:
+                self._shared_users[list(self._costs[segment].shared)] -= 1
+                self._shared_users[list(cost.shared)] += 1
+            self._costs[segment] = cost
+
+    def peaks_with(self, segments: Sequence[int], cost: SegmentCost) -> np.ndarray:
+        """The peak with `cost` in none, the first, the first two, ... all of some segments that cost the same now."""
+        numbers = np.arange(len(segments) + 1)[:, None]
+        rank = np.full(len(self._held), len(segments))
+        rank[list(segments)] = np.arange(len(segments))
+        is_new = rank < numbers
+        held = np.where(is_new, cost.held_bytes, self._held)
+        users = np.repeat(self._shared_users[None], len(numbers), axis=0)
+        users[:, list(self._costs[segments[0]].shared)] -= numbers
+        users[:, list(cost.shared)] += numbers
+        shared = ((users > 0) * self._shared_bytes).sum(axis=1)
+        stacked = held.cumsum(axis=1)
+        stacked[:, :-1] += held[:, -1:]
+        offloaded = np.where(is_new, cost.offloaded_bytes, self._offloaded).cumsum(axis=1)
+        heights = stacked + np.where(is_new, cost.on_top_bytes, self._on_top) + self.gradients
+        heights += np.minimum(offloaded, self._in_flight_bytes)
+        return np.maximum(heights.max(axis=1) + shared, self._pending_bytes + held[:, -1])
 
     def _shared(self) -> int:
         """Bytes of the values outside of the layers that some layer's replay needs."""

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flex_trainer.planner.frontier import hull_slopes
+from flex_trainer.planner.frontier import hull_slopes, steps_down
+from flex_trainer.planner.polish import Polish
 
 _TOLERANCE = 1e-12
 _NUM_OPEN = 2
@@ -163,7 +164,6 @@ class AssignmentProblem:
         if not len(enough) or seconds[enough].min() >= best_seconds - _TOLERANCE:
             return None
         at = int(enough[seconds[enough].argmin()])
-        total = float(seconds[at])
         choices = []
         for choice, parent in reversed(steps):
             if isinstance(choice, int):
@@ -172,7 +172,7 @@ class AssignmentProblem:
                 choices.append(int(choice[at]))
                 assert parent is not None
                 at = int(parent[at])
-        return Assignment((*choices, outside), total)
+        return Assignment(*Polish(self, (*choices, outside)).run())
 
     def _near_best(self, outside: int, num_choices: int) -> list[np.ndarray]:
         """For each layer the choices that cost least above the best at the best price, and the least demanding one."""
@@ -180,7 +180,7 @@ class AssignmentProblem:
         picks = {}
         for number in set(self.class_of):
             options = self.classes[number]
-            order = _steps_down(options)
+            order = steps_down(options.held, options.seconds)
             cost = options.seconds[order] + price * options.held[order]
             order = order[cost.argsort(kind="stable")]
             least = int((options.held + options.on_top).argmin())
@@ -216,10 +216,3 @@ class AssignmentProblem:
             else:
                 picks[layer] = np.array([fewest[number]])
         return picks
-
-
-def _steps_down(options: Options) -> np.ndarray:
-    """The choices that no other beats in bytes held and seconds."""
-    order = np.lexsort((options.held, options.seconds))
-    held = options.held[order]
-    return order[np.concatenate([[True], held[1:] < np.minimum.accumulate(held)[:-1]])]

@@ -6,22 +6,20 @@ times a plan would pick the layers that happened to be measured fast, and promis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, KEEP, CompiledSegment
+from flex_trainer.cost.compiled import CODES, KEEP, CompiledSegment, Costs
 from flex_trainer.cost.evaluate import SegmentCost, evaluate
 from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.timeline import GradientBytes, Timeline
 from flex_trainer.strategy import Strategy
 
-Choice = Mapping[int, Strategy]
-"""Mitigations of one segment by operator index; absent: keep."""
-
-_CODE_OF = {strategy: code for code, strategy in enumerate(CODES)}
+Choice = bytes
+"""Strategies of one segment, as a number into `CODES` for each operator."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,16 @@ def _mean(segments: list[Segment]) -> Segment:
     return replace(segments[0], operators=tuple(replace(operator, seconds=mean) for operator, mean in operators))
 
 
+@dataclass(frozen=True)
+class Changes:
+    """Single changes of one choice."""
+
+    of: list[tuple[int, int]]
+    """Operator and its new code."""
+    freed_bytes: np.ndarray
+    added_seconds: np.ndarray
+
+
 class GraphCosts:
     """Costs of choices in one graph, each computed once for all segments of a class."""
 
@@ -61,34 +69,55 @@ class GraphCosts:
         self.rates = rates
         self.classes = classes_of(graph.segments)
         self.compiled = [CompiledSegment(segment, rates) for segment in self.classes.segments]
-        self._memo: dict[tuple[int, frozenset[tuple[int, Strategy]]], SegmentCost] = {}
+        self._memo: dict[tuple[int, Choice], SegmentCost] = {}
+        self._rows: dict[tuple[int, Choice], tuple[Costs, int]] = {}  # computed, and not asked for yet
+        self._changes: dict[tuple[int, Choice, tuple[int, ...]], Changes] = {}
 
     def cost(self, segment: int, choice: Choice) -> SegmentCost:
         """Cost of one segment."""
-        number = self.classes.of[segment]
-        key = (number, frozenset(choice.items()))
+        key = self.classes.of[segment], choice
         cost = self._memo.get(key)
         if cost is None:
-            cost = self._memo[key] = evaluate(self.classes.segments[number], choice, self.rates)
+            found = self._rows.get(key)
+            if found is not None:
+                cost = found[0].one(found[1])
+            else:
+                cost = evaluate(self.classes.segments[key[0]], strategies_of(choice), self.rates)
+            self._memo[key] = cost
         return cost
+
+    def changes(self, number: int, choice: Choice, codes: tuple[int, ...]) -> Changes:
+        """What each single change of a choice, to one of some codes, frees and adds in a segment of a class."""
+        found = self._changes.get((number, choice, codes))
+        if found is None:
+            allows = self.compiled[number].structure.allows
+            of = [(operator, code) for operator in range(len(choice)) for code in codes if allows[operator, code]]
+            choices = [choice, *(changed(choice, operator, code) for operator, code in of)]
+            costs = self._evaluate(number, choices)
+            found = Changes(of, costs.held[0] - costs.held[1:], costs.seconds[1:] - costs.seconds[0])
+            self._changes[number, choice, codes] = found
+        return found
 
     def transient_bytes(self, segment: int, choice: Choice) -> int:
         """The estimated part of what comes on top of one segment."""
-        return evaluate(self.classes.segments[self.classes.of[segment]], choice, self.rates).transient_bytes
+        number = self.classes.of[segment]
+        return evaluate(self.classes.segments[number], strategies_of(choice), self.rates).transient_bytes
 
-    def remember(self, number: int, choices: Sequence[Choice], costs: Sequence[SegmentCost]) -> None:
-        """Costs of a class that were computed elsewhere."""
-        for choice, cost in zip(choices, costs, strict=True):
-            self._memo[number, frozenset(choice.items())] = cost
+    def remember(self, number: int, choice: Choice, cost: SegmentCost) -> None:
+        """A cost of a class that was computed elsewhere."""
+        self._memo[number, choice] = cost
 
     def remember_uniform(self, strategies: Sequence[Strategy]) -> None:
         """Compute what keeping everything and each strategy everywhere cost, all at once."""
         for number, segment in enumerate(self.classes.segments):
-            compiled = self.compiled[number]
-            choices = [uniform_choice(segment, strategy) for strategy in (Strategy.KEEP, *strategies)]
-            codes = [codes_of(segment, choice) for choice in choices]
-            costs = compiled.evaluate(np.array(codes, dtype=np.int64).reshape(len(choices), len(segment.operators)))
-            self.remember(number, choices, [costs.one(row) for row in range(len(choices))])
+            self._evaluate(number, [uniform_choice(segment, strategy) for strategy in (Strategy.KEEP, *strategies)])
+
+    def _evaluate(self, number: int, choices: Sequence[Choice]) -> Costs:
+        codes = np.frombuffer(b"".join(choices), dtype=np.uint8).reshape(len(choices), -1)
+        costs = self.compiled[number].evaluate(codes.astype(np.int64))
+        for row, choice in enumerate(choices):
+            self._rows[number, choice] = costs, row
+        return costs
 
     def timeline(
         self, chosen: Sequence[Choice], gradients: GradientBytes | None, in_flight_bytes: int | None = None
@@ -107,13 +136,17 @@ class GraphCosts:
         return sum(self.cost(index, choice).added_seconds for index, choice in enumerate(chosen))
 
 
-def uniform_choice(segment: Segment, strategy: Strategy) -> dict[int, Strategy]:
+def uniform_choice(segment: Segment, strategy: Strategy) -> Choice:
     """One strategy for all that allows it."""
-    if strategy is Strategy.KEEP:
-        return {}
-    return {index: strategy for index, op in enumerate(segment.operators) if op.site.allows(strategy)}
+    code = CODES.index(strategy)
+    return bytes(code if operator.site.allows(strategy) else KEEP for operator in segment.operators)
 
 
-def codes_of(segment: Segment, choice: Choice) -> list[int]:
-    """A choice as numbers into `CODES`, one for each operator."""
-    return [_CODE_OF[choice[index]] if index in choice else KEEP for index in range(len(segment.operators))]
+def changed(choice: Choice, operator: int, code: int) -> Choice:
+    """The choice with another code for one operator."""
+    return choice[:operator] + bytes((code,)) + choice[operator + 1 :]
+
+
+def strategies_of(choice: Choice) -> dict[int, Strategy]:
+    """The mitigations of a choice, by operator index."""
+    return {index: CODES[code] for index, code in enumerate(choice) if code != KEEP}

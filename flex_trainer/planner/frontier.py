@@ -15,6 +15,8 @@ from flex_trainer.cost.compiled import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, Compi
 
 _MAX_PRICES = 8
 _ON_TOP_LEVELS = 24
+_MOST_PAIRED = 768
+"""Up to so many choices are compared each with each."""
 
 
 @dataclass
@@ -171,15 +173,23 @@ def thinned(ordered: list[float], most: int) -> list[float]:
 
 def hull_slopes(held: np.ndarray, seconds: np.ndarray) -> list[float]:
     """Seconds per byte along the lower hull: the prices at which the best choice changes, in rising order."""
+    order = steps_down(held, seconds)[::-1]  # the others are not on the hull
     hull: list[tuple[float, float]] = []
-    for x, y in sorted(set(zip(held.tolist(), seconds.tolist(), strict=True))):
+    for x, y in zip(held[order].tolist(), seconds[order].tolist(), strict=True):
         while len(hull) >= 2 and (
             (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0])
         ):
             hull.pop()
         hull.append((x, y))
     pairs = zip(hull, hull[1:], strict=False)
-    return sorted((a[1] - b[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0] and a[1] > b[1])
+    return sorted((a[1] - b[1]) / (b[0] - a[0]) for a, b in pairs)
+
+
+def steps_down(held: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """The choices that no other beats in bytes held and seconds, from the fastest to the one that holds least."""
+    order = np.lexsort((held, seconds))
+    ordered = held[order]
+    return order[np.concatenate([[True], ordered[1:] < np.minimum.accumulate(ordered)[:-1]])]
 
 
 def undominated(costs: Costs, num_levels: int = _ON_TOP_LEVELS) -> np.ndarray:
@@ -188,9 +198,16 @@ def undominated(costs: Costs, num_levels: int = _ON_TOP_LEVELS) -> np.ndarray:
     on_top = costs.on_top
     order = np.lexsort((on_top, costs.held, costs.seconds))
     groups = (costs.offloaded > 0) * 1 + 2 * costs.shared.any(axis=1)
-    chosen = np.zeros(len(order), dtype=bool)
     tops = np.unique(on_top)
     levels = tops if len(tops) <= num_levels else tops[np.linspace(0, len(tops) - 1, num_levels).astype(int)]
+    if len(order) <= _MOST_PAIRED:
+        held, groups, on_top = costs.held[order], groups[order], on_top[order]
+        level = levels[np.searchsorted(levels, on_top)]
+        # Row i beats column j: it comes first, and may be taken wherever j may.
+        beats = (held[:, None] <= held) & (on_top[:, None] <= level) & ((groups[:, None] & ~groups) == 0)
+        return order[~np.triu(beats, 1).any(axis=0)]
+    # The same in less memory.
+    chosen = np.zeros(len(order), dtype=bool)
     for group in np.unique(groups):
         # A member of a group may be beaten by those that need less: no offload, no shared value.
         members = order[(groups[order] & ~group) == 0]

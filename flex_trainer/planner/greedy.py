@@ -5,6 +5,9 @@ since one choice changes what others free. "Best" is most bytes per second of ad
 the paper's roofline), or, as in the paper's own listing, simply most bytes. At the end, mitigations that later ones
 made unnecessary are taken back.
 
+Equal layers have equal candidates, so a candidate is looked at once for all of them: it is applied to as many, from the
+first layer on, as brings the peak under the budget, or else lowers it most.
+
 The paper's conflict check (one tensor in two precisions or places) has its counterpart in the cost rules: a value has
 one owner and one strategy, and a mitigation that frees nothing because somebody else holds the same storage has no
 gain here.
@@ -17,27 +20,180 @@ would fit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from flex_trainer.cost.compiled import CODES, KEEP, RECOMPUTE
 from flex_trainer.cost.timeline import GradientBytes, Timeline
-from flex_trainer.planner.classes import Choice, GraphCosts
+from flex_trainer.planner.classes import Choice, GraphCosts, changed
 from flex_trainer.strategy import Strategy
 
 _EPSILON_SECONDS = 1e-7
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """One mitigation of one operator of one segment."""
+class _Group(NamedTuple):
+    """Segments that are alike, with what has been chosen for them."""
 
-    segment: int
+    number: int
+    """Their class."""
+    free: bytes
+    """Marks of the operators that may still be chosen for."""
+    choice: Choice
+
+
+class _Candidate(NamedTuple):
+    """One mitigation of one operator, for all segments of a group; the best one sorts first."""
+
+    negative_score: float
+    first_segment: int
     operator: int
-    strategy: Strategy
+    code: int
+    group: _Group
 
 
-_State = tuple[Timeline, list[dict[int, Strategy]], list[_Candidate]]
-"""A timeline, the strategies it stands for (by segment and operator index), and the candidates applied to get there."""
+@dataclass(frozen=True)
+class _Candidates:
+    """What may be chosen, and how candidates are ranked."""
+
+    costs: GraphCosts
+    codes: tuple[int, ...]
+    largest_first: bool
+
+    def of(self, group: _Group, first_segment: int) -> list[_Candidate]:
+        """All single changes of a group that free bytes."""
+        changes = self.costs.changes(group.number, group.choice, self.codes)
+        scores = changes.freed_bytes
+        if not self.largest_first:
+            scores = scores / np.maximum(changes.added_seconds, _EPSILON_SECONDS)
+        return [
+            _Candidate(-float(scores[row]), first_segment, operator, code, group)
+            for row, (operator, code) in enumerate(changes.of)
+            if scores[row] > 0 and group.free[operator] and group.choice[operator] not in (RECOMPUTE, code)
+        ]
+
+
+class _State:
+    """A choice for every segment, equal ones together, with the timeline they make."""
+
+    def __init__(self, costs: GraphCosts, members: dict[_Group, list[int]], timeline: Timeline) -> None:
+        self._costs = costs
+        self.members = members
+        self.timeline = timeline
+
+    @classmethod
+    def of(cls, costs: GraphCosts, choices: Sequence[Choice], free: Sequence[bytes], timeline: Timeline) -> _State:
+        """From a choice and the free operators by segment."""
+        members: dict[_Group, list[int]] = {}
+        for segment, (choice, marks) in enumerate(zip(choices, free, strict=True)):
+            members.setdefault(_Group(costs.classes.of[segment], marks, choice), []).append(segment)
+        return cls(costs, members, timeline)
+
+    def copy(self) -> _State:
+        """The same, to be changed apart."""
+        return _State(self._costs, dict(self.members), self.timeline.copy())
+
+    def peaks(self, group: _Group, operator: int, code: int) -> np.ndarray:
+        """Peak with one operator changed in none, the first, the first two, ... all of a group's segments."""
+        members = self.members[group]
+        cost = self._costs.cost(members[0], changed(group.choice, operator, code))
+        return self.timeline.peaks_with(members, cost)
+
+    def change(self, group: _Group, operator: int, code: int, number: int) -> _Group:
+        """Change one operator in the first segments of a group; returns the group that they are in now."""
+        members = self.members.pop(group)
+        moved, left = members[:number], members[number:]
+        if left:
+            self.members[group] = left
+        other = group._replace(choice=changed(group.choice, operator, code))
+        self.timeline.replace(moved, self._costs.cost(moved[0], other.choice))
+        self.members[other] = sorted([*self.members.get(other, ()), *moved])
+        return other
+
+    def choices(self) -> list[Choice]:
+        """By segment."""
+        pairs = [(segment, group.choice) for group, members in self.members.items() for segment in members]
+        return [choice for _, choice in sorted(pairs)]
+
+
+class _Step(NamedTuple):
+    """One candidate applied."""
+
+    group: _Group
+    operator: int
+    code: int
+    peaks: np.ndarray
+    """With it in none, the first, the first two, ... of the group's segments."""
+
+
+class _Descent:
+    """The steps of the algorithm from one start. A budget says where to stop, not which step comes next, so they are
+    worked out once, as far as any budget has asked for."""
+
+    def __init__(self, state: _State, candidates: _Candidates) -> None:
+        self._start = state.copy()
+        self._state = state
+        self._candidates = candidates
+        self._steps: list[_Step] = []
+        self._peak = state.timeline.peak().num_bytes
+        self._heap: list[_Candidate] = []
+        self._queued: set[tuple[_Group, int, int]] = set()
+        for group in list(state.members):
+            self._push(group)
+
+    def to(self, available_bytes: int) -> _State:
+        """As far down as the peak fits, or as no candidate lowers it."""
+        state = self._start.copy()
+        if state.timeline.peak().num_bytes <= available_bytes:
+            return state
+        number = 0
+        while number < len(self._steps) or self._advance():
+            step = self._steps[number]
+            enough = np.flatnonzero(step.peaks <= available_bytes)
+            state.change(step.group, step.operator, step.code, int(enough[0]) if len(enough) else _lowest(step.peaks))
+            if len(enough):
+                break
+            number += 1
+        return state
+
+    def _advance(self) -> bool:
+        """One step more, if there is any."""
+        postponed: list[_Candidate] = []
+        while self._heap:
+            candidate = heapq.heappop(self._heap)
+            group, operator, code = candidate.group, candidate.operator, candidate.code
+            if group not in self._state.members:
+                self._queued.discard((group, operator, code))
+                continue
+            peaks = self._state.peaks(group, operator, code)
+            number = _lowest(peaks)
+            if number == 0:  # frees bytes, but not where the peak is
+                postponed.append(candidate)
+                continue
+            self._steps.append(_Step(group, operator, code, peaks))
+            other = self._state.change(group, operator, code, number)
+            if group in self._state.members:
+                postponed.append(candidate)
+            else:
+                self._queued.discard((group, operator, code))
+            self._push(other)
+            for one in postponed:  # the peak has moved
+                heapq.heappush(self._heap, one)
+            return True
+        return False
+
+    def _push(self, group: _Group) -> None:
+        for candidate in self._candidates.of(group, self._state.members[group][0]):
+            key = (group, candidate.operator, candidate.code)
+            if key not in self._queued:
+                self._queued.add(key)
+                heapq.heappush(self._heap, candidate)
+
+
+def _lowest(peaks: np.ndarray) -> int:
+    return int(peaks.argmin())
 
 
 class GreedyMethod:
@@ -45,11 +201,9 @@ class GreedyMethod:
 
     def __init__(self, costs: GraphCosts, allowed: tuple[Strategy, ...], largest_first: bool) -> None:
         self._costs = costs
-        self._segments = costs.segments
-        self._cost = costs.cost
-        self._timeline = costs.timeline
         self._allowed = allowed
         self._largest_first = largest_first
+        self._descents: dict[object, _Descent] = {}
 
     def choose(
         self,
@@ -57,149 +211,89 @@ class GreedyMethod:
         available_bytes: int,
         gradients: GradientBytes | None,
         fixed: Mapping[str, Strategy],
-    ) -> list[list[dict[int, Strategy]]]:
-        """Plans to pick from: strategies by segment and operator index, above those at `start`."""
+    ) -> list[list[Choice]]:
+        """Plans to pick from, as choices by segment: `start`, and mitigations of what is not fixed by site name."""
+        free = [
+            bytes(operator.site.name not in fixed for operator in segment.operators) for segment in self._costs.segments
+        ]
         # What is on its way up in backward fills up to the copies' bound again, so the first bytes that are offloaded
         # free nothing, and single steps would never start. Hence one plan without offload, and one with that bound
         # set aside.
         without = tuple(strategy for strategy in self._allowed if strategy is not Strategy.OFFLOAD)
         trials = [(without, available_bytes)] if without else []
         if Strategy.OFFLOAD in self._allowed:
-            kept_bytes = self._timeline(start, gradients).peak().held_bytes
+            kept_bytes = self._costs.timeline(start, gradients).peak().held_bytes
             set_aside_bytes = min(self._costs.rates.in_flight_bytes, kept_bytes)
             trials.append((self._allowed, available_bytes - set_aside_bytes))
-        return [self._choose(start, allowed, room_bytes, gradients, fixed) for allowed, room_bytes in trials]
+        return [self._choose(start, free, allowed, room_bytes, gradients) for allowed, room_bytes in trials]
 
     def _choose(
         self,
         start: Sequence[Choice],
+        free: Sequence[bytes],
         allowed: tuple[Strategy, ...],
         room_bytes: int,
         gradients: GradientBytes | None,
-        fixed: Mapping[str, Strategy],
-    ) -> list[dict[int, Strategy]]:
-        """Strategies by segment and operator index that bring the peak, copies on their way left out, to
-        `room_bytes`."""
-        chosen = [dict(choice) for choice in start]
-        timeline = self._timeline(chosen, gradients, in_flight_bytes=0)
-        candidates = list(self._candidates(allowed, fixed))
-        applied = self._mitigate(timeline, chosen, room_bytes, candidates)
-        if timeline.peak().num_bytes > room_bytes:
-            best = timeline, chosen, applied
-            timeline, chosen, applied = self._everything(best, start, allowed, candidates, gradients)
-        self._take_back(timeline, chosen, applied, room_bytes)
-        return chosen
+    ) -> list[Choice]:
+        """Choices that bring the peak, copies on their way left out, to `room_bytes`, or as low as is found."""
+        state = self._descent(start, free, allowed, gradients).to(room_bytes)
+        if state.timeline.peak().num_bytes > room_bytes:
+            everything = [self._everything(start, free, first, second) for first in allowed for second in allowed]
+            states = [state, *(self._state(choices, free, gradients) for choices in everything)]
+            state = min(states, key=lambda one: one.timeline.peak().num_bytes)
+        if state.timeline.peak().num_bytes <= room_bytes:
+            _take_back(state, self._costs, room_bytes)
+        return state.choices()
+
+    def _descent(
+        self,
+        start: Sequence[Choice],
+        free: Sequence[bytes],
+        allowed: tuple[Strategy, ...],
+        gradients: GradientBytes | None,
+    ) -> _Descent:
+        state = self._state(start, free, gradients)
+        key = (tuple(start), tuple(free), allowed, state.timeline.gradients_key)
+        found = self._descents.get(key)
+        if found is None:
+            codes = tuple(CODES.index(strategy) for strategy in allowed)
+            found = _Descent(state, _Candidates(self._costs, codes, self._largest_first))
+            self._descents[key] = found
+        return found
+
+    def _state(self, choices: Sequence[Choice], free: Sequence[bytes], gradients: GradientBytes | None) -> _State:
+        return _State.of(self._costs, choices, free, self._costs.timeline(choices, gradients, in_flight_bytes=0))
 
     def _everything(
-        self,
-        best: _State,
-        start: Sequence[Choice],
-        allowed: tuple[Strategy, ...],
-        candidates: list[_Candidate],
-        gradients: GradientBytes | None,
-    ) -> _State:
-        """The lowest peak among `best` and the plans that mitigate all that has not run yet: each strategy alone, and
-        each with another one for what it cannot be applied to."""
-        for order in ((first, second) for first in allowed for second in allowed):
-            chosen = [dict(choice) for choice in start]
-            applied = []
-            for candidate in candidates:
-                site = self._segments[candidate.segment].operators[candidate.operator].site
-                if candidate.strategy is next((strategy for strategy in order if site.allows(strategy)), None):
-                    chosen[candidate.segment][candidate.operator] = candidate.strategy
-                    applied.append(candidate)
-            timeline = self._timeline(chosen, gradients, in_flight_bytes=0)
-            if timeline.peak().num_bytes < best[0].peak().num_bytes:
-                best = timeline, chosen, applied
-        return best
-
-    def _mitigate(
-        self,
-        timeline: Timeline,
-        chosen: list[dict[int, Strategy]],
-        available_bytes: int,
-        candidates: Iterable[_Candidate],
-    ) -> list[_Candidate]:
-        peak = timeline.peak().num_bytes
-        applied: list[_Candidate] = []
-        if peak <= available_bytes:
-            return applied
-        heap: list[tuple[float, int, int, _Candidate]] = []
-        for number, candidate in enumerate(candidates):
-            score = self._score(candidate, chosen)
-            if score > 0:
-                heapq.heappush(heap, (-score, candidate.segment, number, candidate))
-        postponed: list[tuple[float, int, int, _Candidate]] = []
-        while peak > available_bytes and heap:
-            score, segment, number, candidate = heapq.heappop(heap)
-            current = self._score(candidate, chosen)
-            if current <= 0:
-                continue
-            if heap and current < -heap[0][0] * (1 - 1e-9):  # others changed its worth: queue it again
-                heapq.heappush(heap, (-current, segment, number, candidate))
-                continue
-            choice = {**chosen[segment], candidate.operator: candidate.strategy}
-            timeline.replace(segment, self._cost(segment, choice))
-            new_peak = timeline.peak().num_bytes
-            if new_peak >= peak:  # frees bytes, but not where the peak is
-                timeline.replace(segment, self._cost(segment, chosen[segment]))
-                postponed.append((-current, segment, number, candidate))
-                continue
-            chosen[segment], peak = choice, new_peak
-            applied.append(candidate)
-            for item in postponed:  # the peak has moved
-                heapq.heappush(heap, item)
-            postponed.clear()
-        return applied
-
-    def _take_back(
-        self,
-        timeline: Timeline,
-        chosen: list[dict[int, Strategy]],
-        applied: list[_Candidate],
-        available_bytes: int,
-    ) -> None:
-        """Undo what later choices made unnecessary, the most expensive first."""
-        if timeline.peak().num_bytes > available_bytes:
-            return
-        for candidate in sorted(applied, key=lambda c: -self._saving(c, chosen)):
-            segment = candidate.segment
-            choice = dict(chosen[segment])
-            if choice.pop(candidate.operator, None) is not candidate.strategy:
-                continue
-            cost = self._cost(segment, choice)
-            if cost.added_seconds >= self._cost(segment, chosen[segment]).added_seconds:
-                continue
-            timeline.replace(segment, cost)
-            if timeline.peak().num_bytes <= available_bytes:
-                chosen[segment] = choice
-            else:
-                timeline.replace(segment, self._cost(segment, chosen[segment]))
-
-    def _saving(self, candidate: _Candidate, chosen: list[dict[int, Strategy]]) -> float:
-        """Seconds that undoing the candidate would save."""
-        choice = dict(chosen[candidate.segment])
-        choice.pop(candidate.operator, None)
-        now = self._cost(candidate.segment, chosen[candidate.segment])
-        return now.added_seconds - self._cost(candidate.segment, choice).added_seconds
-
-    def _candidates(self, allowed: tuple[Strategy, ...], fixed: Mapping[str, Strategy]) -> Iterable[_Candidate]:
-        for number, segment in enumerate(self._segments):
+        self, start: Sequence[Choice], free: Sequence[bytes], first: Strategy, second: Strategy
+    ) -> list[Choice]:
+        """One strategy for all that may still be chosen for, and another one for what it cannot be applied to."""
+        choices = []
+        for segment, choice, marks in zip(self._costs.segments, start, free, strict=True):
+            codes = bytearray(choice)
             for index, operator in enumerate(segment.operators):
-                if operator.site.name in fixed:
-                    continue
-                for strategy in allowed:
-                    if operator.site.allows(strategy):
-                        yield _Candidate(number, index, strategy)
+                if marks[index]:
+                    able = (strategy for strategy in (first, second) if operator.site.allows(strategy))
+                    codes[index] = CODES.index(next(able, CODES[codes[index]]))
+            choices.append(bytes(codes))
+        return choices
 
-    def _score(self, candidate: _Candidate, chosen: list[dict[int, Strategy]]) -> float:
-        """Bytes freed, per second of added time unless largest goes first. Not positive: nothing gained."""
-        choice = chosen[candidate.segment]
-        if choice.get(candidate.operator) is Strategy.RECOMPUTE or candidate.strategy is choice.get(candidate.operator):
-            return 0.0
-        before = self._cost(candidate.segment, choice)
-        after = self._cost(candidate.segment, {**choice, candidate.operator: candidate.strategy})
-        freed = before.held_bytes - after.held_bytes
-        if freed <= 0 or self._largest_first:
-            return float(freed)
-        return freed / max(after.added_seconds - before.added_seconds, _EPSILON_SECONDS)
+
+def _take_back(state: _State, costs: GraphCosts, available_bytes: int) -> None:
+    """Undo what later choices made unnecessary, the most expensive first."""
+    heap: list[_Candidate] = []
+
+    def push(group: _Group) -> None:
+        undone = costs.changes(group.number, group.choice, (KEEP,))
+        for (operator, code), added_seconds in zip(undone.of, undone.added_seconds.tolist(), strict=True):
+            if group.free[operator] and group.choice[operator] != code and added_seconds < 0:
+                heapq.heappush(heap, _Candidate(added_seconds, state.members[group][0], operator, code, group))
+
+    for group in list(state.members):
+        push(group)
+    while heap:
+        _, _, operator, code, group = heapq.heappop(heap)
+        if group in state.members:
+            number = int(np.flatnonzero(state.peaks(group, operator, code) <= available_bytes)[-1])
+            if number:
+                push(state.change(group, operator, code, number))

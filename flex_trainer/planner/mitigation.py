@@ -11,16 +11,19 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from flex_trainer.cost.compiled import CODES
 from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.timeline import GradientBytes, Peak, with_gradients
-from flex_trainer.planner.classes import Choice, GraphCosts, uniform_choice
+from flex_trainer.planner.classes import Choice, GraphCosts, strategies_of, uniform_choice
 from flex_trainer.planner.greedy import GreedyMethod
 from flex_trainer.planner.optimal import OptimalMethod
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
 
 METHODS = ("optimal", "bandwidth", "largest_first")
+_CLOSE = 0.005
+"""A plan that adds at most this share more than the bound is taken as it is."""
 
 
 class MitigationPlanner:
@@ -68,20 +71,23 @@ class MitigationPlanner:
         fixed = fixed or {}
         tables = self._tables_for(gradients)
         costs = tables.costs
-        start = [_ran(segment, fixed) if fixed else {} for segment in costs.segments]
-        demand = costs.timeline([{}] * len(start), gradients).peak()
+        kept = [bytes(len(segment.operators)) for segment in costs.segments]
+        start = [_choice_of(segment, fixed) for segment in costs.segments] if fixed else kept
+        demand = costs.timeline(kept, gradients).peak()
         started = self._plan(tables, start, available_bytes, gradients, demand)
         if started.fits or not self._allowed:
             return started
         plans: list[Plan] = []
+        is_greedy_asked = True
         if self._method == "optimal":
-            chosen = tables.optimal.choose(available_bytes, gradients, fixed)
-            plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
-        # The optimal method looks at choices worth having, layer by layer, and may miss one that matters for the whole:
-        # so Algorithm 2 is asked too, in both orders, and its plan taken where it is better.
-        for largest_first in (False, True) if self._method == "optimal" else (self._method == "largest_first",):
-            greedy = GreedyMethod(costs, self._allowed, largest_first)
-            for chosen in greedy.choose(start, available_bytes, gradients, fixed):
+            found = tables.optimal.choose(available_bytes, gradients, fixed)
+            plans.append(self._plan(tables, found.choices, available_bytes, gradients, demand))
+            # That method looks at choices worth having, layer by layer, and may miss one that matters for the whole:
+            # so Algorithm 2 is asked too, and its plan taken where it is better. Not where the plan is so close to the
+            # bound that there is next to nothing to find: in a deep model, mostly.
+            is_greedy_asked = found.seconds > (1 + _CLOSE) * found.bound_seconds
+        if is_greedy_asked:
+            for chosen in tables.greedy.choose(start, available_bytes, gradients, fixed):
                 plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
         return min(plans, key=lambda plan: (not plan.fits, plan.added_seconds if plan.fits else plan.peak_bytes))
 
@@ -90,7 +96,7 @@ class MitigationPlanner:
         tables = self._tables_for(gradients)
         costs = tables.costs
         chosen = [uniform_choice(segment, everywhere) for segment in costs.segments]
-        demand = costs.timeline([{}] * len(chosen), gradients).peak()
+        demand = costs.timeline([bytes(len(choice)) for choice in chosen], gradients).peak()
         return self._plan(tables, chosen, costs.timeline(chosen, gradients).peak().num_bytes, gradients, demand)
 
     def _tables_for(self, gradients: GradientBytes | None) -> _Tables:
@@ -99,7 +105,7 @@ class MitigationPlanner:
         if tables is None:
             costs = GraphCosts(with_gradients(self._graph, gradients), self._rates)
             costs.remember_uniform(self._allowed)
-            tables = self._tables[key] = _Tables(costs, self._allowed)
+            tables = self._tables[key] = _Tables(costs, self._allowed, self._method == "largest_first")
         return tables
 
     def _plan(
@@ -114,14 +120,11 @@ class MitigationPlanner:
         strategies = {
             costs.segments[index].operators[operator].site.name: strategy
             for index, choice in enumerate(chosen)
-            for operator, strategy in choice.items()
+            for operator, strategy in strategies_of(choice).items()
         }
         if tables.has_repeats:
             # A module that runs twice has one strategy: what it costs is what that one costs in both places.
-            chosen = [
-                {i: strategies[op.site.name] for i, op in enumerate(segment.operators) if op.site.name in strategies}
-                for segment in costs.segments
-            ]
+            chosen = [_choice_of(segment, strategies) for segment in costs.segments]
         timeline = costs.timeline(chosen, gradients)
         peak = timeline.peak()
         return Plan(
@@ -138,24 +141,28 @@ class MitigationPlanner:
         )
 
 
-def _ran(segment: Segment, fixed: Mapping[str, Strategy]) -> dict[int, Strategy]:
-    """The mitigations of what has run already, by operator index."""
-    strategies = (fixed.get(operator.site.name, Strategy.KEEP) for operator in segment.operators)
-    return {index: strategy for index, strategy in enumerate(strategies) if strategy is not Strategy.KEEP}
+def _choice_of(segment: Segment, strategies: Mapping[str, Strategy]) -> Choice:
+    """The choice that strategies by site name are in a segment."""
+    return bytes(CODES.index(strategies.get(op.site.name, Strategy.KEEP)) for op in segment.operators)
 
 
 class _Tables:
     """What is worked out once for one graph."""
 
-    def __init__(self, costs: GraphCosts, allowed: tuple[Strategy, ...]) -> None:
+    def __init__(self, costs: GraphCosts, allowed: tuple[Strategy, ...], largest_first: bool) -> None:
         self.costs = costs
         self._allowed = allowed
+        self._largest_first = largest_first
         names = [operator.site.name for segment in costs.segments for operator in segment.operators]
         self.has_repeats = len(set(names)) < len(names)
 
     @functools.cached_property
     def optimal(self) -> OptimalMethod:
         return OptimalMethod(self.costs, self._allowed)
+
+    @functools.cached_property
+    def greedy(self) -> GreedyMethod:
+        return GreedyMethod(self.costs, self._allowed, self._largest_first)
 
     @functools.cached_property
     def minimum_bytes(self) -> int:

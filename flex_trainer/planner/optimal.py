@@ -63,6 +63,18 @@ _EFFORTS = (
 )
 
 
+@dataclass(frozen=True)
+class Found:
+    """A plan, and how good it is known to be."""
+
+    choices: list[Choice]
+    """By segment."""
+    seconds: float
+    """Added; infinite where nothing fits."""
+    bound_seconds: float
+    """No plan made of the choices worth having adds less."""
+
+
 class OptimalMethod:
     """The time-optimal planner on one graph."""
 
@@ -72,23 +84,20 @@ class OptimalMethod:
         self._choices: dict[tuple[int, bytes], Choices] = {}
         self._effort = next(effort for effort in _EFFORTS if len(costs.segments) - 1 <= effort.num_layers)
 
-    def choose(
-        self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]
-    ) -> list[Choice]:
-        """Strategies by segment and operator index; the least demanding ones where nothing fits."""
+    def choose(self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]) -> Found:
+        """The plan that adds least seconds of those found; the least demanding one where nothing fits."""
         keys = [self._key(index, fixed) for index in range(len(self._costs.segments))]
         classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         class_of = [classes[key] for key in keys]
         heights = (gradients or GradientBytes()).heights(self._costs.segments)
         caps = available_bytes - heights
         choices = [self._choices_of(key) for key in classes]
-        found = self._solve(self._trials(choices, class_of, caps), math.inf)
+        trials = self._trials(choices, class_of, caps)
+        found = self._solve(trials, math.inf)
         if found is None:
-            plans = [
-                self._chosen(trial, trial.problem.least(), choices, keys, class_of)
-                for trial in self._trials(choices, class_of, caps)
-            ]
-            return min(plans, key=lambda plan: self._costs.timeline(plan, gradients).peak().num_bytes)
+            plans = [self._chosen(trial, trial.problem.least(), choices, keys, class_of) for trial in trials]
+            least = min(plans, key=lambda plan: self._costs.timeline(plan, gradients).peak().num_bytes)
+            return Found(least, math.inf, 0.0)
         for _ in range(self._effort.num_refinements):
             # Where there are few segments, one choice is a large step: look closely around the ones taken.
             used = [set() for _ in choices]
@@ -102,7 +111,8 @@ class OptimalMethod:
             if better is None:
                 break
             found, choices = better, closer
-        return self._chosen(*found, choices, keys, class_of)
+        bound_seconds = min(float(trial.problem.bounds.min()) for trial in trials)
+        return Found(self._chosen(*found, choices, keys, class_of), found[1].seconds, bound_seconds)
 
     def _trials(self, choices: list[Choices], class_of: list[int], caps: np.ndarray) -> list[_Trial]:
         """One problem for each way to settle what ties the segments together."""
@@ -162,7 +172,7 @@ class OptimalMethod:
         rows = trial.rows(assignment)
         chosen = {(number, row): _choice(choices[number], row) for number, row in zip(class_of, rows, strict=True)}
         for key, number, row in set(zip(keys, class_of, rows, strict=True)):
-            self._costs.remember(key[0], [chosen[number, row]], [choices[number].costs.one(row)])
+            self._costs.remember(key[0], chosen[number, row], choices[number].costs.one(row))
         return [chosen[at] for at in zip(class_of, rows, strict=True)]
 
     def _solve(self, trials: list[_Trial], below_seconds: float) -> tuple[_Trial, Assignment] | None:
@@ -245,5 +255,5 @@ def _code(strategy: Strategy | None) -> int:
     return _FREE if strategy is None else CODES.index(strategy)
 
 
-def _choice(choices: Choices, row: int) -> dict[int, Strategy]:
-    return {index: CODES[code] for index, code in enumerate(choices.codes[row].tolist()) if code}
+def _choice(choices: Choices, row: int) -> Choice:
+    return choices.codes[row].astype(np.uint8).tobytes()
