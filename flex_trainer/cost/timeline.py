@@ -41,6 +41,11 @@ class GradientBytes:
     def key(self) -> tuple[int, int]:
         return sum(self.pending.values()), sum(self.temporary.values())
 
+    @property
+    def exact_key(self) -> object:
+        """Equal for the same gradients."""
+        return frozenset(self.pending.items()), frozenset(self.temporary.items())
+
     def heights(self, segments: Sequence[Segment]) -> np.ndarray:
         """Bytes of them that are there while backward is in each of the segments, given in forward order, and that the
         operators' transients do not count."""
@@ -98,6 +103,7 @@ class Timeline:
         gradients: GradientBytes | None = None,
         shared_bytes: Sequence[int] = (),
         in_flight_bytes: int = 0,
+        heights: np.ndarray | None = None,
     ) -> None:
         """
         Args:
@@ -106,6 +112,7 @@ class Timeline:
             gradients: parameter gradients.
             shared_bytes: see `ActivationGraph`.
             in_flight_bytes: most that offload copies may hold while they are on their way.
+            heights: `gradients.heights(segments)`, where it is known already.
         """
         self._in_flight_bytes = in_flight_bytes
         self._offloaded = np.array([cost.offloaded_bytes for cost in costs], dtype=np.int64)
@@ -117,7 +124,7 @@ class Timeline:
         self._held = np.array([cost.held_bytes for cost in costs], dtype=np.int64)
         self._on_top = np.array([cost.on_top_bytes for cost in costs], dtype=np.int64)
         gradients = gradients or GradientBytes()
-        self.gradients = gradients.heights(segments)
+        self.gradients = gradients.heights(segments) if heights is None else heights
         """Parameter gradients that are there while backward is in each segment."""
         self._pending_bytes = sum(gradients.pending.values())
 

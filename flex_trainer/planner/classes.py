@@ -69,6 +69,7 @@ class GraphCosts:
         self.rates = rates
         self.classes = classes_of(graph.segments)
         self.compiled = [CompiledSegment(segment, rates) for segment in self.classes.segments]
+        self._heights: dict[object, np.ndarray] = {}
         self._memo: dict[tuple[int, Choice], SegmentCost] = {}
         self._rows: dict[tuple[int, Choice], tuple[Costs, int]] = {}  # computed, and not asked for yet
         self._changes: dict[tuple[int, Choice, tuple[int, ...]], Changes] = {}
@@ -129,7 +130,16 @@ class GraphCosts:
             gradients,
             self.shared_bytes,
             self.rates.in_flight_bytes if in_flight_bytes is None else in_flight_bytes,
+            self.heights(gradients),
         )
+
+    def heights(self, gradients: GradientBytes | None) -> np.ndarray:
+        """See `GradientBytes.heights`; not to be changed."""
+        gradients = gradients or GradientBytes()
+        found = self._heights.get(gradients.exact_key)
+        if found is None:
+            found = self._heights[gradients.exact_key] = gradients.heights(self.segments)
+        return found
 
     def added_seconds(self, chosen: Sequence[Choice]) -> float:
         """Time that a choice for every segment adds to the step."""

@@ -58,7 +58,7 @@ _EFFORTS = (
         num_free=10,
         num_refinements=0,
         tries_all_starts=False,
-        close_enough=0.9995,
+        close_enough=0.998,
     ),
 )
 
@@ -89,8 +89,7 @@ class OptimalMethod:
         keys = [self._key(index, fixed) for index in range(len(self._costs.segments))]
         classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         class_of = [classes[key] for key in keys]
-        heights = (gradients or GradientBytes()).heights(self._costs.segments)
-        caps = available_bytes - heights
+        caps = available_bytes - self._costs.heights(gradients)
         choices = [self._choices_of(key) for key in classes]
         trials = self._trials(choices, class_of, caps)
         found = self._solve(trials, math.inf)

@@ -23,14 +23,13 @@ from flex_trainer.planner.frontier import Choices, Freedom, Moves, hull_slopes, 
 
 _FIRST_PRICES = np.geomspace(1e-13, 1e-6, 8)
 """Seconds per byte: from memory bandwidth to a slow disk, and beyond on both sides."""
-_MAX_PRICES = 16
-_MAX_ROUNDS = 6
-_PRICE_STEPS = 3
-_RUNNERS_UP = 8
+_MAX_PRICES = 6
+_PRICE_STEPS = 2
+_RUNNERS_UP = 4
 """Recomputed sets carried on at each price."""
-_NUM_CAPS = 5
-_NUM_GAP_PRICES = 3
-_MAX_POOL = 200
+_NUM_CAPS = 2
+_NUM_GAP_PRICES = 1
+_MAX_POOL = 100
 _MOST_LISTED = 4096
 """Where no more choices than this exist, all are looked at."""
 _STEPS = (0.005, 0.01, 0.02, 0.04, 0.08)
@@ -58,24 +57,22 @@ class _Search:
         self.tables = compiled.tables(self.structure.patterns(self.roots))
 
     def run(self) -> np.ndarray:
-        around_best: set[bytes] = set()
-        around_any: set[bytes] = set()
-        for _ in range(_MAX_ROUNDS):
-            self._move_prices()
-            best = np.unique(np.concatenate([ranking.argmin(axis=1) for ranking in self._every_ranking()]))
-            best_roots = self.roots[best]
-            self._forget_all_but_the_best()
-            any_roots = self.roots[np.unique(self._worth_having()[0])]
-            near = [_new(best_roots, around_best), _new(any_roots, around_any)]
-            marks = [self._by_pairs(root) for root in near[0]] + [self._by_one(root) for root in (*near[0], *near[1])]
-            fresh = self._fresh(np.concatenate(marks)) if marks else self.roots[:0]
-            if not len(fresh):
-                break
-            self.tables = self.tables.joined(self.compiled.tables(self.structure.patterns(fresh)))
-            self.roots = np.concatenate([self.roots, fresh])
+        # One round: on recorded problems, more of them took longer and led to no better plans.
+        self._narrow()
+        best = np.unique(np.concatenate([ranking.argmin(axis=1) for ranking in self._every_ranking()]))
+        worth = np.unique(self._worth_having()[0])
+        marks = [self._by_pairs(self.roots[number]) for number in best]
+        marks += [self._by_one(self.roots[number]) for number in np.union1d(best, worth)]
+        fresh = self._fresh(np.concatenate(marks))
+        self.tables = self.tables.joined(self.compiled.tables(self.structure.patterns(fresh)))
+        self.roots = np.concatenate([self.roots, fresh])
+        self._narrow()
+        return self._result()
+
+    def _narrow(self) -> None:
+        """Bring the prices to where the choices change, and forget all sets but the best at those."""
         self._move_prices()
         self._forget_all_but_the_best()
-        return self._result()
 
     # Sets of recomputed operators
 
