@@ -22,7 +22,7 @@ AUTO_RESERVE_SHARE = 0.015
 """Share of the limit that transient_reserve "auto" keeps free, beside the transients that are modelled."""
 _IN_FLIGHT_SHARE, _LEAST_IN_FLIGHT_BYTES = 0.02, 2**24
 """Offload copies on their way may hold this share of the limit, and at least this much."""
-PLANNERS = ("optimal", "bandwidth", "largest_first")
+PLANNERS = ("auto", "optimal", "bandwidth", "largest_first")
 
 
 def nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
@@ -62,10 +62,11 @@ class FlexConfig:
     """A JSON file with the sizes and times of operators: read when it exists (what it knows is not traced or measured
     again), written when training ends."""
 
-    planner: str = "optimal"
+    planner: str = "auto"
     """How mitigations are chosen: "optimal" (least added time), or by Algorithm 2 of the BaGuaLu-2 paper, where the
     next mitigation is the one with most bytes freed per second of overhead ("bandwidth") or with most bytes freed
-    ("largest_first", the paper's order)."""
+    ("largest_first", the paper's order). "auto" starts with "bandwidth", and goes over to "optimal" once what that may
+    save of the time that mitigations add has paid for its longer search."""
 
     def __post_init__(self) -> None:
         # Step 1: plain YAML and the command line give lists and strings; inside, a tuple is what the type says.

@@ -14,20 +14,27 @@ class Gradients:
     """Looks at a model's trainable parameters, by layer."""
 
     def __init__(self, model: nn.Module, model_map: ModelMap) -> None:
-        self._layers: dict[int, list[nn.Parameter]] = defaultdict(list)
         layer_of: dict[nn.Parameter, int] = {}
         for operator in model_map.layers:
             for parameter in operator.module.parameters():
                 layer_of.setdefault(parameter, operator.site.layer)
+        self._layers: dict[int, list[tuple[nn.Parameter, int]]] = defaultdict(list)
         for parameter in model.parameters():
-            self._layers[layer_of.get(parameter, -1)].append(parameter)
+            num_bytes = parameter.numel() * parameter.element_size()
+            self._layers[layer_of.get(parameter, -1)].append((parameter, num_bytes))
 
     def now(self) -> GradientBytes:
         """Gradient bytes that do not exist yet, and the largest one of each layer that does."""
         pending: dict[int, int] = {}
         temporary: dict[int, int] = {}
         for layer, parameters in self._layers.items():
-            trainable = [parameter for parameter in parameters if parameter.requires_grad]
-            pending[layer] = sum(p.numel() * p.element_size() for p in trainable if p.grad is None)
-            temporary[layer] = max((p.numel() * p.element_size() for p in trainable if p.grad is not None), default=0)
+            pending_bytes = temporary_bytes = 0
+            for parameter, num_bytes in parameters:  # thousands, before every micro-batch
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    pending_bytes += num_bytes
+                elif num_bytes > temporary_bytes:
+                    temporary_bytes = num_bytes
+            pending[layer], temporary[layer] = pending_bytes, temporary_bytes
         return GradientBytes(pending, temporary)

@@ -19,7 +19,6 @@ from torch import nn
 
 from flex_trainer.config import AUTO_RESERVE_SHARE, FlexConfig, amount_bytes
 from flex_trainer.correction import Correction
-from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
@@ -31,8 +30,8 @@ from flex_trainer.meter import MemoryMeter
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.discovery import ModelMap
 from flex_trainer.offloading import OffloadService
+from flex_trainer.plan_cache import PlanCache
 from flex_trainer.planner.budget import BudgetAllocator
-from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan, Uniform
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.units import format_bytes
@@ -40,8 +39,6 @@ from flex_trainer.units import format_bytes
 _BUDGET_STEPS = 256
 """Budgets are discretised (rounded down) to this many steps of the limit or more, so that plans are found in the cache.
 """
-_MAX_CACHED_PLANS = 512
-_MAX_PLANNERS = 32
 _TOLERANCE = 1.05
 """A micro-batch whose least predicted peak is over the limit by less than this still runs: the model may be wrong."""
 _REPLAN_SHARE = 0.005
@@ -106,9 +103,7 @@ class Provisioner:
             self._margin = SafetyMargin(self._profile.margin_bytes)
         self._forecast = Forecast(model, next(model.parameters()).device)
         self._gradients = Gradients(model, model_map)
-        self._plans: dict[tuple[object, ...], Plan] = {}
-        self._planners: dict[BatchShape, MitigationPlanner] = {}
-        self._planned_in: tuple[object, ...] = ()
+        self._plans = PlanCache(config, self._profile, self._correction, offloading)
         self._check_start()
 
     @property
@@ -146,7 +141,10 @@ class Provisioner:
         self._most_in_flight = max(self._most_in_flight, len(self._in_flight) + 1)
         if self._profile.knows(shape):
             for _ in range(_MAX_MEASUREMENTS):
+                num_made = self._plans.num_made
                 plan, available_bytes, budget_bytes = self._provide(shape, left_bytes, gradients)
+                if self._plans.num_made == num_made:
+                    break
                 # The first plan of a structure leaves something behind (its tables, buffers of the libraries it uses),
                 # which on a CPU comes out of the same memory.
                 in_use_bytes = self._meter.in_use_bytes()
@@ -183,10 +181,9 @@ class Provisioner:
                 micro_batch.row_factors[site.layer] = num_rows / planned_rows
             for layer, factor in micro_batch.row_factors.items():
                 graph = graph.with_routed_rows(layer, factor)
-            planner = self._planner(graph)
             micro_batch.excess_bytes = max(excess_bytes, 0)
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
-            revised = planner.plan(available_bytes, micro_batch.gradients, fixed=ran)
+            revised = self._plans.revised(graph, available_bytes, micro_batch.gradients, ran)
             micro_batch.plan = micro_batch.choices = revised
             micro_batch.num_replans += 1
         micro_batch.plan_seconds += time.perf_counter() - started
@@ -195,6 +192,8 @@ class Provisioner:
         """Forward has ended: the bytes really held replace the budget in the books."""
         self._allocator.commit(micro_batch.number, micro_batch.actual_bytes)
         self._in_flight[micro_batch.number] = 0 if micro_batch.plan is None else _on_top_bytes(micro_batch.plan)
+        if micro_batch.plan is not None:
+            self._plans.effort.note_run(micro_batch.plan.added_seconds)
 
     def learn(self, micro_batch: MicroBatch, peak_bytes: int, is_peak_exact: bool) -> None:
         """Backward has ended: learn sizes, times, and how far off the predicted peak was.
@@ -212,8 +211,7 @@ class Provisioner:
         plan = micro_batch.plan
         if plan is None:
             # Now that sizes are known, see what the model would have said of the run that has just been measured.
-            planner = self._planner(self._profile.graph(micro_batch.shape))
-            plan = planner.uniform(self._most_effective(), micro_batch.gradients)
+            plan = self._plans.uniform(micro_batch.shape, self._most_effective(), micro_batch.gradients)
         self._correction.observe(plan, above_bytes, is_peak_exact, micro_batch.available_bytes)
 
     def forget(self, micro_batch: MicroBatch) -> None:
@@ -289,38 +287,11 @@ class Provisioner:
         return 1 << max((self._nearest_bytes // _BUDGET_STEPS).bit_length() - 1, 0)
 
     def _plan(self, shape: BatchShape, available_bytes: int, gradients: GradientBytes) -> Plan:
-        state = (self._profile.version, self._strategies(), self._correction.factor)
-        if state != self._planned_in:
-            self._plans.clear()
-            self._planners.clear()
-            self._planned_in = state
-        available_bytes = available_bytes // self._budget_step * self._budget_step
-        key = (shape, available_bytes, gradients.key)
-        plan = self._plans.get(key)
-        if plan is None:
-            planner = self._planners.get(shape)
-            if planner is None:
-                graph = self._profile.graph(shape)
-                planner = _put_bounded(self._planners, shape, self._planner(graph), _MAX_PLANNERS)
-            plan = _put_bounded(self._plans, key, planner.plan(available_bytes, gradients), _MAX_CACHED_PLANS)
-        return plan
-
-    def _planner(self, graph: ActivationGraph) -> MitigationPlanner:
-        return MitigationPlanner(
-            graph,
-            self._strategies(),
-            self._offloading.rates(),
-            method=self._config.planner,
-            transient_factor=self._correction.factor,
-        )
-
-    def _strategies(self) -> tuple[Strategy, ...]:
-        names = [name for name in self._config.strategies if name != "offload" or self._offloading.is_available]
-        return tuple(Strategy(name) for name in names)
+        return self._plans.plan(shape, available_bytes // self._budget_step * self._budget_step, gradients)
 
     def _most_effective(self) -> Strategy:
         """The allowed strategy that frees most: for a micro-batch nothing is known about."""
-        return min(self._strategies(), key=_BY_EFFECT.index, default=Strategy.KEEP)
+        return min(self._plans.strategies, key=_BY_EFFECT.index, default=Strategy.KEEP)
 
     def _reserve_bytes(self) -> int:
         reserve = self._config.transient_reserve
@@ -371,14 +342,6 @@ class Provisioner:
 def _on_top_bytes(plan: Plan) -> int:
     """What comes on top of what is held when memory is highest: transients and gradients."""
     return plan.peak_bytes - plan.predicted_bytes
-
-
-def _put_bounded(cache: dict[Any, Any], key: Any, item: Any, size: int) -> Any:
-    """Put an item into a cache that forgets its oldest entry when full; returns the item."""
-    if len(cache) >= size:
-        cache.pop(next(iter(cache)))
-    cache[key] = item
-    return item
 
 
 def _is_main_process() -> bool:

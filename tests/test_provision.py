@@ -113,6 +113,21 @@ def test_plans_are_cached_by_shape_and_budget(session: Any, monkeypatch: pytest.
     assert len(calls) == settled
 
 
+def test_better_plans_take_over_once_they_pay(session: Any) -> None:
+    run = session(FlexConfig(BASE_BYTES + 1_600_000))
+    run.step()
+    before = run.step()
+    assert before.is_spike
+    effort = run.provisioner._plans.effort
+    assert effort.method == "bandwidth"
+    effort.note_run(1000.0)
+    made = run.provisioner._plans.num_made
+    assert run.step().actual_bytes <= 1_600_000
+    assert run.provisioner._plans.num_made == made + 1  # the same shape and budget, planned anew
+    run.step()
+    assert run.provisioner._plans.num_made == made + 1
+
+
 def test_too_low_for_a_longer_batch_names_it(session: Any) -> None:
     run = session(FlexConfig(BASE_BYTES + 1_000_000, ("recompute",)))
     for length in (24, 40):
@@ -169,9 +184,9 @@ def test_a_seed_profile_that_could_not_be_written_is_refused_at_once(session: An
 def test_offload_that_failed_is_planned_no_more(session: Any) -> None:
     run = session(FlexConfig(BASE_BYTES + 2_000_000))
     run.step()
-    assert [strategy.value for strategy in run.provisioner._strategies()] == ["recompute", "offload"]
+    assert [strategy.value for strategy in run.provisioner._plans.strategies] == ["recompute", "offload"]
     run.runtime._offloading._store.failure = "the disk is full"
-    assert [strategy.value for strategy in run.provisioner._strategies()] == ["recompute"]
+    assert [strategy.value for strategy in run.provisioner._plans.strategies] == ["recompute"]
     record = run.step()
     assert record.freed_bytes["offload"] == 0 and not record.is_profile
 

@@ -36,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("planner", ["bandwidth", "largest_first"])
+@pytest.mark.parametrize("planner", ["optimal", "bandwidth", "largest_first"])
 @pytest.mark.parametrize("strategies", [("recompute",), ("offload",), ("recompute", "offload")])
 def test_run_under_a_limit_equals_the_plain_run(
     tmp_path: Path, plain: Trainer, strategies: tuple[str, ...], planner: str, monkeypatch: pytest.MonkeyPatch

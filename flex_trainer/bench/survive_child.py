@@ -67,7 +67,8 @@ def random_micro_batches(*, num_runs: int, num_per_run: int, is_flex: bool) -> d
             return_freed_memory()
             limit_bytes = process_memory().rss_bytes + room_bytes
             profile = str(directory / "profile.json")
-            runtime = FlexRuntime(FlexConfig(limit_bytes, strategies, seed_profile=profile))
+            planner = ("optimal", "bandwidth")[number % 2]
+            runtime = FlexRuntime(FlexConfig(limit_bytes, strategies, seed_profile=profile, planner=planner))
             runtime.attach(model)
             cap = process_limit(limit_bytes)
         with cap:

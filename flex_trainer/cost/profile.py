@@ -14,7 +14,7 @@ from flex_trainer.errors import UserError
 from flex_trainer.files import write_whole
 
 _FORMAT = 4
-_MUCH_LONGER = 1.25
+_MUCH_LONGER = 2.0
 
 
 class Profile:

@@ -73,7 +73,7 @@ def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weigh
         precision=_precision(training, weights_dtype),
         optim=optim,
         strategies=tuple(Strategy(name) for name in recipe.flex.strategies),
-        method=recipe.flex.planner,
+        method="optimal" if recipe.flex.planner == "auto" else recipe.flex.planner,
         limit_bytes=limit_bytes,
         reserve_bytes=reserve_bytes,
     )

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from flex_trainer.activations.trace import Work
@@ -19,6 +18,7 @@ from flex_trainer.errors import UserError
 _INFINITY = (float("inf"), float("-inf"))
 _CARRIES_INFINITY = {"clone", "_to_copy", "copy_", "add", "add_", "where", "masked_fill", "cat", "index", "repeat"}
 """Operations of whose infinite inputs the result has some. Others are taken to end them, as softmax does."""
+_DEVICE = torch.ops.prim.device.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
 _GROUPED_BACKWARD = {"grouped_mm_fallback_backward"}
@@ -59,18 +59,21 @@ class OperationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_is_real_parameter(leaf) for leaf in tree_leaves((args, kwargs))):
+        if func is _DEVICE:  # asked more often than all else together
+            return func(*args, **kwargs)
+        leaves = _leaves(args, kwargs)
+        if any(_is_real_parameter(leaf) for leaf in leaves):
             raise NotSymbolic("a function that was set on a module reaches parameters outside of the copy of the model")
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._answer(args[0])
         result = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
         work, is_backward = self._work(), self._is_backward()
-        inputs = {_key(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        inputs = {_key(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        outputs = [leaf for leaf in _leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
         fresh = [leaf for leaf in outputs if _key(leaf) not in inputs]
         for leaf in fresh:
             self.watch(leaf)
-        self._follow_infinity(func, args, kwargs, inputs, outputs)
+        self._follow_infinity(func, leaves, inputs, outputs)
         # A view touches nothing; an operation in place writes what it reads.
         is_view = not fresh and not func._schema.is_mutable
         if not is_view:
@@ -117,16 +120,26 @@ class OperationCounter(TorchDispatchMode):
         """Whether infinities were written into the tensor's storage, as into a mask."""
         return _key(tensor) in self._infinite
 
-    def _follow_infinity(self, func: Any, args: Any, kwargs: Any, inputs: dict[int, Any], outputs: list[Any]) -> None:
-        is_written = any(isinstance(leaf, float) and leaf in _INFINITY for leaf in tree_leaves((args, kwargs)))
-        name = func._overloadpacket.__name__
-        if is_written or (name in _CARRIES_INFINITY and not self._infinite.isdisjoint(inputs)):
+    def _follow_infinity(self, func: Any, leaves: list[Any], inputs: dict[int, Any], outputs: list[Any]) -> None:
+        is_written = any(type(leaf) is float and leaf in _INFINITY for leaf in leaves)
+        if is_written or (not self._infinite.isdisjoint(inputs) and func._overloadpacket.__name__ in _CARRIES_INFINITY):
             self._infinite.update(_key(leaf) for leaf in outputs if leaf.is_floating_point())
 
     def _died(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self._infinite.discard(key)
         self.live_bytes -= num_bytes
+
+
+def _leaves(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments of an operation, which are nested in lists and tuples only."""
+    found: list[Any] = []
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, (list, tuple)):
+            found.extend(_leaves(item, {}))
+        else:
+            found.append(item)
+    return found
 
 
 def _is_real_parameter(leaf: object) -> bool:

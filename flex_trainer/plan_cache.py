@@ -1,0 +1,114 @@
+"""Plans of micro-batches, made when first asked for and remembered as long as what they rest on holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flex_trainer.config import FlexConfig
+from flex_trainer.correction import Correction
+from flex_trainer.cost.graph import ActivationGraph
+from flex_trainer.cost.profile import Profile
+from flex_trainer.cost.shape import BatchShape
+from flex_trainer.cost.timeline import GradientBytes
+from flex_trainer.effort import PlanningEffort
+from flex_trainer.offloading import OffloadService
+from flex_trainer.planner.mitigation import MitigationPlanner
+from flex_trainer.planner.plan import Plan
+from flex_trainer.strategy import Strategy
+
+_MAX_PLANS = 512
+_MAX_PLANNERS = 32
+
+
+class PlanCache:
+    """Plans by shape, budget and gradients.
+
+    Args:
+        config: names the strategies and the planner.
+        profile: what is known of the operators.
+        correction: how far off its transients are.
+        offloading: says whether something can be offloaded, and at what rates.
+    """
+
+    def __init__(
+        self, config: FlexConfig, profile: Profile, correction: Correction, offloading: OffloadService
+    ) -> None:
+        self._config = config
+        self._profile = profile
+        self._correction = correction
+        self._offloading = offloading
+        self.effort = PlanningEffort(config.planner)
+        self._plans: dict[tuple[object, ...], tuple[str, Plan]] = {}  # with the method that made it
+        self._planners: dict[tuple[BatchShape, str], MitigationPlanner] = {}
+        self._made_in: tuple[object, ...] = ()
+        self.num_made = 0
+        """Plans that were not found in the cache."""
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The mitigations that may be used now."""
+        names = [name for name in self._config.strategies if name != "offload" or self._offloading.is_available]
+        return tuple(Strategy(name) for name in names)
+
+    def plan(self, shape: BatchShape, available_bytes: int, gradients: GradientBytes) -> Plan:
+        """The plan of a micro-batch of a shape that the profile knows."""
+        state = (self._profile.version, self.strategies, self._correction.factor)
+        if state != self._made_in:
+            self._plans.clear()
+            self._planners.clear()
+            self._made_in = state
+        key = (shape, available_bytes, gradients.key)
+        made_by, plan = self._plans.get(key, ("", None))
+        method = self.effort.method
+        if plan is None or (made_by != method and method == "optimal" and plan.added_seconds > 0):
+            planner = self._planners.get((shape, method))
+            if planner is None:
+                planner = self._planner(self._profile.graph(shape), method)
+                _put_bounded(self._planners, (shape, method), planner, _MAX_PLANNERS)
+            plan = self._make(planner, method, available_bytes, gradients, None)
+            _put_bounded(self._plans, key, (method, plan), _MAX_PLANS)
+        return plan
+
+    def revised(
+        self,
+        graph: ActivationGraph,
+        available_bytes: int,
+        gradients: GradientBytes,
+        ran: Mapping[str, Strategy],
+    ) -> Plan:
+        """The plan of a micro-batch that is not as was expected, and part of which has run already."""
+        method = self.effort.method
+        return self._make(self._planner(graph, method), method, available_bytes, gradients, ran)
+
+    def uniform(self, shape: BatchShape, everywhere: Strategy, gradients: GradientBytes) -> Plan:
+        """What one strategy for everything costs at a shape."""
+        return self._planner(self._profile.graph(shape), self.effort.method).uniform(everywhere, gradients)
+
+    def _planner(self, graph: ActivationGraph, method: str) -> MitigationPlanner:
+        return MitigationPlanner(
+            graph, self.strategies, self._offloading.rates(), method=method, transient_factor=self._correction.factor
+        )
+
+    def _make(
+        self,
+        planner: MitigationPlanner,
+        method: str,
+        available_bytes: int,
+        gradients: GradientBytes,
+        ran: Mapping[str, Strategy] | None,
+    ) -> Plan:
+        started = time.perf_counter()
+        plan = planner.plan(available_bytes, gradients, ran)
+        if plan.strategies:  # else nothing had to be looked for
+            self.effort.note_plan(method, time.perf_counter() - started)
+        self.num_made += 1
+        return plan
+
+
+def _put_bounded(cache: dict[Any, Any], key: Any, item: Any, size: int) -> None:
+    """Put an item into a cache that forgets its oldest entry when full."""
+    if len(cache) >= size:
+        cache.pop(next(iter(cache)))
+    cache[key] = item
