@@ -62,6 +62,11 @@ class FlexConfig:
     """A JSON file with the sizes and times of operators: read when it exists (what it knows is not traced or measured
     again), written when training ends."""
 
+    trace: bool = True
+    """Whether the sizes of a micro-batch are found out before it runs, by a run of the model's copy on tensors without
+    data. If not, the first micro-batches of each kind run with everything mitigated, and are measured. Turn it off for
+    a model whose forward keeps tensors outside of its module."""
+
     planner: str = "auto"
     """How mitigations are chosen: "optimal" (least added time), or by Algorithm 2 of the BaGuaLu-2 paper, where the
     next mitigation is the one with most bytes freed per second of overhead ("bandwidth") or with most bytes freed
@@ -82,6 +87,8 @@ class FlexConfig:
             if name not in STRATEGIES:
                 raise UserError(f"unknown strategy {name!r} in strategies; {nearest(str(name), STRATEGIES)}")
         _check_choice("quantize_dtype", self.quantize_dtype, QUANTIZE_DTYPES)
+        if not isinstance(self.trace, bool):
+            raise UserError(f"trace={self.trace!r} must be true or false")
         _check_choice("planner", self.planner, PLANNERS)
         _check_amount("memory_limit", self.memory_limit, fraction_may_be_one=True)
         _check_amount("transient_reserve", self.transient_reserve, fraction_may_be_one=False)

@@ -101,7 +101,7 @@ class Provisioner:
             self._profile = self._seed_profile()
             self._correction.start_at(self._profile.transient_factor)
             self._margin = SafetyMargin(self._profile.margin_bytes)
-        self._forecast = Forecast(model, next(model.parameters()).device)
+        self._forecast = Forecast(model, next(model.parameters()).device, config.trace)
         self._gradients = Gradients(model, model_map)
         self._plans = PlanCache(config, self._profile, self._correction, offloading)
         self._check_start()

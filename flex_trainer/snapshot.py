@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-_NOT_STATE = frozenset({"training"})
+_NOT_STATE = frozenset(vars(nn.Module()))
 _MOST_ITEMS = 4096
 
 
@@ -37,66 +37,91 @@ class RandomStreams:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
 
-class Buffers:
-    """Buffers of modules, and the plain attributes beside them (a rotary embedding notes the longest sequence seen)."""
+class ModuleValues:
+    """Buffers of modules, and what else is plain in their attributes (a counter, the longest sequence seen, a random
+    generator).
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._bindings = [(module, dict(module._buffers)) for module in modules]
-        self._scalars = [(module, _scalars(module)) for module, _ in self._bindings]
-        self._values = [
-            (buffer, buffer._version, buffer.detach().clone())
-            for _, buffers in self._bindings
-            for buffer in buffers.values()
-            if buffer is not None and not buffer.is_inference()
+    Args:
+        modules: whose values.
+        earlier: what was captured before: copies of buffers that have not changed since are shared with it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], earlier: ModuleValues | None = None) -> None:
+        known = {} if earlier is None else earlier._copies
+        self._modules = [
+            (module, dict(module._buffers), Bookkeeping(module, _NOT_STATE, removes_new=True)) for module in modules
         ]
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # buffer, version, value
+        for _, buffers, _ in self._modules:
+            for buffer in buffers.values():
+                if buffer is None or buffer.is_inference():
+                    continue
+                found = known.get(id(buffer))
+                if found is not None and found[0] is buffer and found[1] == buffer._version:
+                    self._copies[id(buffer)] = found
+                else:
+                    self._copies[id(buffer)] = buffer, buffer._version, buffer.detach().clone()
 
     def restore(self) -> None:
-        for module, buffers in self._bindings:
+        for module, buffers, values in self._modules:
             module._buffers.clear()
             module._buffers.update(buffers)
-        for module, scalars in self._scalars:
-            for name in _scalars(module).keys() - scalars.keys():
-                delattr(module, name)
-            vars(module).update(scalars)
+            values.restore()
         with torch.no_grad():
-            for buffer, version, value in self._values:
+            for buffer, version, value in self._copies.values():
                 if buffer._version != version:
                     buffer.copy_(value)
-
-
-def _scalars(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if (value is None or type(value) in (int, float, bool, str)) and name not in _NOT_STATE
-    }
 
 
 class Bookkeeping:
     """Counters and lists of plain values in the attributes of an object, such as the metrics that a trainer collects in
     its `compute_loss`.
 
-    Numbers, strings, tensors without a graph, and containers of these. A container with anything else in it, or with
-    more than 4,096 items, is left alone. Containers are put back in place: who else has them sees the same.
+    Numbers, strings, random generators, tensors without a graph, and containers of these. A container with anything
+    else in it, or with more than 4,096 items, is left alone. Containers are put back in place: who else has them sees
+    the same.
+
+    Args:
+        owner: whose attributes.
+        others: names that are left alone.
+        removes_new: whether attributes that appear later are taken away again.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, others: frozenset[str] = frozenset(), *, removes_new: bool = False) -> None:
         self._owner = owner
-        self._scalars: dict[str, Any] = {}
+        self._bound: dict[str, Any] = {}
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
+        self._streams: list[tuple[Any, Any]] = []
+        self._names = {*vars(owner), *others} if removes_new else None
         for name, value in vars(owner).items():
+            if name in others:
+                continue
             if _is_scalar(value):
-                self._scalars[name] = value
-            elif _is_small_tensor(value):
-                self._scalars[name] = value
-                self._tensors.append((value, value._version, value.clone()))
+                self._bound[name] = value
+            elif isinstance(value, torch.Tensor):
+                if type(value) is torch.Tensor and value.grad_fn is None and not value.is_inference():
+                    self._bound[name] = value
+                    if value.numel() <= 1:
+                        self._tensors.append((value, value._version, value.clone()))
+            elif isinstance(value, torch.Generator):
+                self._bound[name] = value
+                self._streams.append((value.set_state, value.get_state()))
+            elif isinstance(value, random.Random):
+                self._bound[name] = value
+                self._streams.append((value.setstate, value.getstate()))
             elif type(value) in _CONTAINERS and _is_plain(value, set()):
-                self._scalars[name] = value
+                self._bound[name] = value
                 self._note(value)
 
     def restore(self) -> None:
-        vars(self._owner).update(self._scalars)
+        attributes = vars(self._owner)
+        if self._names is not None:
+            for name in attributes.keys() - self._names:
+                del attributes[name]
+        attributes.update(self._bound)
+        for put_back, state in self._streams:
+            put_back(state)
         for tensor, version, value in self._tensors:
             if tensor._version != version:
                 tensor.copy_(value)
@@ -121,10 +146,6 @@ _CONTAINERS = (dict, defaultdict, OrderedDict, Counter, list, deque, set, tuple)
 
 def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, Number | str)
-
-
-def _is_small_tensor(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.numel() <= 1 and value.grad_fn is None and not value.is_inference()
 
 
 def _is_plain(container: Any, seen: set[int]) -> bool:

@@ -27,7 +27,7 @@ from flex_trainer.failed_allocation import is_out_of_memory, let_go, nearest_lim
 from flex_trainer.provision import BudgetTakenError, MemoryLimitError
 from flex_trainer.records import StepRetry
 from flex_trainer.runtime import FlexRuntime, Mark
-from flex_trainer.snapshot import Buffers, RandomStreams
+from flex_trainer.snapshot import ModuleValues, RandomStreams
 from flex_trainer.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Transaction:
         runtime: whose plans are tightened. It manages a model by now.
         optimizers: the optimizers of the loop: they may train parameters that are not the model's.
         remember: called before every micro-batch; each returns something to put back before it is run again, beside
-            random streams and buffers.
+            random streams and what the modules hold.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Transaction:
         self._remember = remember
         self._optimizers = optimizers
         self._parameters = self._all_parameters()
-        self._with_buffers = [module for module in runtime.model.modules() if module._buffers]
         self._step: _Step | None = None
         self._is_running = False
 
@@ -97,8 +96,11 @@ class Transaction:
             return function(*args, **kwargs)
         if self._step is None or not self._step.goes_on(self._parameters):
             self._parameters = self._all_parameters()
-            self._step = _Step(self._parameters, Buffers(self._with_buffers))
-        call = _Call(function, args, kwargs, self._runtime, self._remember)
+            self._step = _Step(self._parameters)
+        modules = ModuleValues(
+            self._runtime.model.modules(), self._step.calls[-1].modules if self._step.calls else None
+        )
+        call = _Call(function, args, kwargs, self._runtime, modules, self._remember)
         self._step.calls.append(call)
         self._is_running = self._runtime.can_step_back = True
         try:
@@ -158,7 +160,6 @@ class Transaction:
         for parameter in self._parameters:
             parameter.grad = None
         self._runtime.take_back(step.calls[0].mark)
-        step.buffers.restore()
 
     def _tighten(self, step: _Step, attempt: int, failure: Failure) -> None:
         if not failure.is_share:
@@ -210,12 +211,14 @@ class _Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         runtime: FlexRuntime,
+        modules: ModuleValues,
         remember: tuple[Callable[[], Restorable], ...],
     ) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs
+        self.modules = modules
         self._runtime = runtime
         self.mark: Mark = runtime.mark()
-        self._saved: list[Restorable] = [RandomStreams(runtime.device), *(capture() for capture in remember)]
+        self._saved: list[Restorable] = [RandomStreams(runtime.device), modules, *(capture() for capture in remember)]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for value in (*args, *kwargs.values()):
             if isinstance(value, MutableMapping):  # a BatchEncoding, for one, is no dictionary to torch
@@ -239,15 +242,23 @@ class _Call:
 
 
 def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, MutableMapping | list) else value
+    """The containers in it copied, however deep; not what they hold."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)
+        for key, item in value.items():
+            if isinstance(item, (list, tuple, MutableMapping)):
+                new[key] = _copied(item)
+        return new
+    return copy.copy(value) if isinstance(value, list) else value
 
 
 class _Step:
     """An optimizer step as far as it has come."""
 
-    def __init__(self, parameters: list[nn.Parameter], buffers: Buffers) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.calls: list[_Call] = []
-        self.buffers = buffers
         self._had_gradients = any(parameter.grad is not None for parameter in parameters)
         self._versions = [parameter._version for parameter in parameters]
         self._gradients: list[tuple[int, int]] = []

@@ -22,7 +22,7 @@ from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
 
 METHODS = ("optimal", "bandwidth", "largest_first")
-_CLOSE = 0.005
+_CLOSE = 0.001
 """A plan that adds at most this share more than the bound is taken as it is."""
 
 

@@ -126,6 +126,11 @@ class SymbolicModel:
             for parameter in self._twin.parameters():
                 parameter.grad = None
 
+    @property
+    def mode(self) -> FakeTensorMode:
+        """That of its tensors, each of which keeps it alive."""
+        return self._mode
+
     def _fakes(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Makes fake tensors; of one that is given twice (ids that are labels too), one."""
         known: dict[int, torch.Tensor] = {}

@@ -19,7 +19,6 @@ from flex_trainer import FlexConfig, FlexPlugin, FlexTrainer
 from flex_trainer.failed_allocation import is_out_of_memory, let_go, nearest_limit, requested_bytes
 from flex_trainer.margin import SafetyMargin
 from flex_trainer.runtime import FlexRuntime
-from flex_trainer.snapshot import Bookkeeping, Buffers
 from flex_trainer.testing.failures import ASKED_BYTES, TEXT
 from flex_trainer.testing.fake_meter import BASE_BYTES, with_fake_meter
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
@@ -211,6 +210,30 @@ def test_gradients_buffers_random_streams_and_arguments_are_put_back() -> None:
     rotary._buffers[name] = buffer
 
 
+def test_what_changes_between_micro_batches_is_as_it_was_at_each() -> None:
+    step, model, _ = transaction()
+    layer: Any = model.model.layers[0]
+    weight = next(model.parameters())
+    layer.scale, layer.calls = 1.0, 0
+    seen: list[tuple[float, int, list[list[int]]]] = []
+    fail = Once(num_failures=0)
+
+    def function(inputs: dict[str, list[list[int]]], is_last: bool) -> None:
+        layer.calls += 1
+        seen.append((layer.scale, layer.calls, [list(row) for row in inputs["rows"]]))
+        inputs["rows"][0].append(9)
+        weight.grad = torch.ones_like(weight) if weight.grad is None else weight.grad + 1
+        if is_last:
+            fail()
+
+    step.run(function, {"rows": [[1], [2]]}, False)
+    layer.scale = 3.0  # a callback, say
+    fail.num_left = 1
+    step.run(function, {"rows": [[3]]}, True)
+    assert seen == [(1.0, 1, [[1], [2]]), (3.0, 2, [[3]])] * 2
+    assert (layer.scale, layer.calls) == (3.0, 2)
+
+
 def test_earlier_micro_batches_of_the_step_run_again_and_only_those() -> None:
     step, model, _ = transaction()
     weight = next(model.parameters())
@@ -300,42 +323,6 @@ def test_other_errors_pass_untouched() -> None:
 
 
 # Counters
-
-
-def test_bookkeeping_is_put_back_in_place() -> None:
-    class Owner:
-        def __init__(self) -> None:
-            self.num = 1
-            self.lists = {"a": [1.0], "b": {"c": (2,)}}
-            self.loss = torch.tensor(1.0)
-            self.model = nn.Linear(1, 1)
-            self.outputs = {"graph": self.model.weight * 2}
-
-    owner = Owner()
-    inner = owner.lists["a"]
-    assert isinstance(inner, list)
-    saved = Bookkeeping(owner)
-    for _ in range(2):
-        owner.num += 1
-        inner.append(3.0)
-        owner.lists["new"] = [1.0]
-        owner.loss += 1
-        owner.outputs = {}
-        saved.restore()
-        assert owner.num == 1 and owner.lists == {"a": [1.0], "b": {"c": (2,)}} and owner.lists["a"] is inner
-        assert float(owner.loss) == 1.0
-        assert owner.outputs == {}  # holds a graph: not kept alive
-
-
-def test_buffers_that_were_replaced_come_back() -> None:
-    module = nn.BatchNorm1d(2)
-    saved = Buffers([module])
-    mean = module.running_mean
-    module.running_mean = torch.ones(2)
-    module.register_buffer("scale", torch.ones(1))
-    module.longest = 7  # type: ignore[assignment]
-    saved.restore()
-    assert module.running_mean is mean and "scale" not in module._buffers and not hasattr(module, "longest")
 
 
 # A plain Accelerate loop

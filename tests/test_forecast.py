@@ -1,0 +1,64 @@
+"""Sizes before the first run: what a trace must not leave behind, and how it is turned off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flex_trainer.config import FlexConfig
+from flex_trainer.forecast import TraceLeftBehindError
+from flex_trainer.runtime import FlexRuntime
+from flex_trainer.testing.tiny import tiny_batch, tiny_model
+from tests.fake_meter import BASE_BYTES, with_fake_meter
+
+KEPT: list[torch.Tensor] = []
+
+
+def run(*, trace: bool, leaks: bool) -> FlexRuntime:
+    """Two steps of a model that may keep its hidden states in a list of this file."""
+    model: Any = tiny_model("llama", num_hidden_layers=1)
+    layer = model.model.layers[0].mlp
+    if leaks:
+        kind = type(layer)
+
+        class Keeping(kind):
+            def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+                KEPT.append(hidden_states.detach())
+                return super().forward(hidden_states)
+
+        layer.__class__ = Keeping
+    runtime = FlexRuntime(FlexConfig(BASE_BYTES + 50_000_000, trace=trace))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    try:
+        for _ in range(2):
+            loss = model(**tiny_batch(model, 2, 24)).loss
+            with runtime.backward():
+                loss.backward()
+    finally:
+        runtime.detach()
+    return runtime
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    KEPT.clear()
+
+
+def test_tensors_of_a_trace_that_outlive_it_are_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(
+        TraceLeftBehindError, match=r"keeps tensors outside of its module \(of \d+ .*\(2, 24, .*trace=false"
+    ):
+        run(trace=True, leaks=True)
+
+
+def test_without_traces_such_a_model_trains() -> None:
+    records = run(trace=False, leaks=True).records
+    assert [record.is_profile for record in records] == [True, False]
+    assert KEPT and all(type(tensor) is torch.Tensor for tensor in KEPT)
+
+
+def test_a_model_that_keeps_to_itself_is_planned_from_its_first_micro_batch() -> None:
+    assert [record.is_profile for record in run(trace=True, leaks=False).records] == [False, False]
