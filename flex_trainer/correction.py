@@ -41,10 +41,10 @@ class Correction:
         that is small against `room_bytes`, what there was room for, cannot raise it above the first guess: it is mostly
         costs that do not grow (libraries that load, an allocator's pages), and would call a large batch impossible.
         """
-        modelled_bytes = plan.on_top_bytes / self.factor
+        modelled_bytes = plan.transient_bytes / self.factor
         if modelled_bytes <= 0:
             return
-        factor = (measured_bytes - (plan.peak_bytes - plan.on_top_bytes)) / modelled_bytes
+        factor = (measured_bytes - (plan.peak_bytes - plan.transient_bytes)) / modelled_bytes
         if not is_exact and factor <= self.factor:
             return
         is_small = plan.peak_bytes < self._SMALL_SHARE * room_bytes

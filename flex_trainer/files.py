@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -31,9 +32,28 @@ def write_whole(path: Path, text: str, what: str = "the file") -> Path:
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        raise UserError(
-            f"{what} cannot be written to {str(path)!r}: {reason}; "
-            "choose a path in a writable directory with free space"
-        ) from error
+        raise _cannot_be_written(path, what, error) from error
     return path
+
+
+def check_writable(path: Path, what: str = "the file") -> None:
+    """Find out now whether `write_whole` will be able to write to `path`, before the work that fills the file.
+
+    Raises:
+        ValueError: it will not.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part"):
+            pass
+    except OSError as error:
+        raise _cannot_be_written(path, what, error) from error
+
+
+def _cannot_be_written(path: Path, what: str, error: OSError) -> UserError:
+    return UserError(
+        f"{what} cannot be written to {str(path)!r}: {error.strerror or error}; "
+        "choose a path in a writable directory with free space"
+    )

@@ -191,8 +191,8 @@ def test_offload_that_failed_is_planned_no_more(session: Any) -> None:
     assert record.freed_bytes["offload"] == 0 and not record.is_profile
 
 
-def plan(peak_bytes: int, on_top_bytes: int) -> Plan:
-    return Plan(peak_bytes=peak_bytes, on_top_bytes=on_top_bytes)
+def plan(peak_bytes: int, transient_bytes: int) -> Plan:
+    return Plan(peak_bytes=peak_bytes, transient_bytes=transient_bytes)
 
 
 def test_correction_learns_how_large_transients_are() -> None:
@@ -236,8 +236,8 @@ def test_correction_is_bounded_and_survives_plans_without_transients() -> None:
 
 def test_a_peak_that_is_only_a_lower_bound_never_lowers_the_factor() -> None:
     def planned(factor: float) -> Plan:
-        on_top_bytes = int(1000 * factor)
-        return Plan(peak_bytes=10_000 + on_top_bytes, on_top_bytes=on_top_bytes)
+        transient_bytes = int(1000 * factor)
+        return Plan(peak_bytes=10_000 + transient_bytes, transient_bytes=transient_bytes)
 
     correction = Correction()
     first = correction.factor

@@ -109,7 +109,7 @@ def _peaks(shape: BenchShape, shares: Iterable[float | None], console: Console) 
             "limit_bytes": limit_bytes,
         }
         result = run_in_subprocess("flex_trainer.bench.child:train", arguments, timeout_s=_TIMEOUT_S)
-        if result.error is not None and result.error.startswith(MemoryLimitError.__name__):
+        if result.error.startswith(MemoryLimitError.__name__):
             console.print("refused: below the least demanding plan", highlight=False)
             break
         if result.exit_code != 0:

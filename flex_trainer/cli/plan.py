@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flex_trainer.errors import UserError
+from flex_trainer.files import check_writable, write_whole
 
 _PLOT_KINDS = (".svg", ".png")
 
@@ -45,12 +46,14 @@ def plan(
     imbalances = _numbers(imbalance)
     if plot is not None and plot.suffix not in _PLOT_KINDS:
         raise UserError(f"--plot {str(plot)!r}: the name must end in {' or '.join(_PLOT_KINDS)}")
+    for path, what in ((json_file, "the plan"), (plot, "the plot")):
+        if path is not None:
+            check_writable(path, what)
 
     from rich.console import Console
 
     from flex_trainer.estimate import estimate_recipe
     from flex_trainer.estimate.machine import find_hardware
-    from flex_trainer.files import write_whole
     from flex_trainer.reports.plan_tables import plan_tables
 
     result = estimate_recipe(loaded, find_hardware(hardware), ranks, imbalances)

@@ -131,7 +131,7 @@ class MitigationPlanner:
             strategies=strategies,
             predicted_bytes=peak.held_bytes,
             peak_bytes=peak.num_bytes,
-            on_top_bytes=costs.transient_bytes(peak.segment, chosen[peak.segment]) if chosen else 0,
+            transient_bytes=costs.transient_bytes(peak.segment, chosen[peak.segment]) if chosen else 0,
             demand_bytes=demand.held_bytes,
             demand_peak_bytes=demand.num_bytes,
             added_seconds=costs.added_seconds(chosen),

@@ -17,7 +17,7 @@ class Plan:
     """Activation bytes held at the end of forward."""
     peak_bytes: int = 0
     """Highest point over forward and backward."""
-    on_top_bytes: int = 0
+    transient_bytes: int = 0
     """The part of the peak that is an estimate: what is recovered by then, gradients on their way and workspace."""
     demand_bytes: int = 0
     """What keeping everything would hold at the end of forward."""

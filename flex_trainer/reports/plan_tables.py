@@ -46,7 +46,7 @@ def _heading(result: dict[str, Any]) -> Text:
     return Text(
         f"{result['recipe']}: {model['name']}, {model['num_parameters'] / 1e9:.2f} billion parameters in "
         f"{model['weights_dtype']}, {model['num_layers']} layers, {model['num_experts']} experts\n"
-        f"{mesh['ranks']} ranks ({axes}) of {hardware['title']}\n"
+        f"{mesh['ranks']} rank{'s' if mesh['ranks'] > 1 else ''} ({axes}) of {hardware['title']}\n"
         f"micro-batch {settings['per_device_train_batch_size']} x {settings['sequence_length']} tokens per rank, "
         f"{settings['gradient_accumulation_steps']} of them per step, {settings['optim']}\n"
         f"limit {format_bytes(settings['memory_limit_bytes'])} per rank, of which {reserve} are kept free"
