@@ -13,7 +13,7 @@ import numpy as np
 
 from flex_trainer.cost.compiled import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, CompiledSegment, Costs, Patterns, Tables
 
-_MAX_PRICES = 8
+_MAX_PRICES = 4
 _ON_TOP_LEVELS = 24
 _MOST_PAIRED = 768
 """Up to so many choices are compared each with each."""
