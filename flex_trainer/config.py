@@ -22,7 +22,8 @@ AUTO_RESERVE_SHARE = 0.015
 """Share of the limit that transient_reserve "auto" keeps free, beside the transients that are modelled."""
 _IN_FLIGHT_SHARE, _LEAST_IN_FLIGHT_BYTES = 0.02, 2**24
 """Offload copies on their way may hold this share of the limit, and at least this much."""
-PLANNERS = ("auto", "optimal", "bandwidth", "largest_first")
+METHODS = ("optimal", "bandwidth", "largest_first")
+PLANNERS = ("auto", *METHODS)
 
 
 def nearest(word: str, known: tuple[str, ...] | list[str]) -> str:

@@ -10,29 +10,23 @@ from __future__ import annotations
 import gc
 import logging
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flex_trainer.activations.trace import Trace, Work
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
-from flex_trainer.errors import UserError
 from flex_trainer.process_memory import return_freed_memory
 from flex_trainer.snapshot import RandomStreams
 from flex_trainer.symbolic.forward import SymbolicModel
+from flex_trainer.symbolic.leftovers import TraceLeftBehindError
 
 _LOG = logging.getLogger(__name__)
 _PROBE_SIZE = 512
 _LAUNCH_SECONDS = 5e-6
-
-
-class TraceLeftBehindError(UserError):
-    """The model's forward keeps tensors outside of its module, and was given some without data to keep."""
 
 
 class Forecast:
@@ -97,13 +91,13 @@ class Forecast:
         streams = RandomStreams(self._device)
         try:
             symbolic = SymbolicModel(self._model, self._device, has_fused_attention=self._device.type == "cuda")
-            mode = weakref.ref(symbolic.mode)
+            leftovers = symbolic.leftovers()
             forward = symbolic.trace(args, kwargs, has_padding=has_padding)
             del symbolic
         finally:
             streams.restore()
             gc.collect()  # the twin is full of reference cycles, as any module with bound methods put on it
-        _check_nothing_is_left(mode)
+        leftovers.check()
         forward.set_seconds(self._seconds_of)
         return forward.trace, forward.routed_rows
 
@@ -113,23 +107,6 @@ class Forecast:
             self._speed = _probe(self._device)
         flops_per_second, bytes_per_second = self._speed
         return max(work.flops / flops_per_second, work.moved_bytes / bytes_per_second) + _LAUNCH_SECONDS
-
-
-def _check_nothing_is_left(mode: weakref.ref[FakeTensorMode]) -> None:
-    """Raise if tensors of a trace are alive after it."""
-    if mode() is None:  # every one of them would keep it alive
-        return
-    alive = [thing for thing in gc.get_objects() if type(thing) is FakeTensor and thing.fake_mode is mode()]
-    left = [
-        tensor for tensor in alive if not getattr(tensor, "_is_param", False)
-    ]  # those of the copy, which die with it
-    if left:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in left[:3])
-        raise TraceLeftBehindError(
-            f"the model's forward keeps tensors outside of its module (of {len(left)} that it was given on trial, "
-            f"of shapes {shapes}{' ...' if len(left) > 3 else ''}, some are in a list, a cache or a class attribute). "
-            "Keep them in the module, or set trace=false (flex.trace in a recipe) and start anew."
-        )
 
 
 def _probe(device: torch.device) -> tuple[float, float]:

@@ -12,10 +12,10 @@ from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
-from flex_trainer.effort import PlanningEffort
 from flex_trainer.offloading import OffloadService
 from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
+from flex_trainer.planning_method import MethodChoice
 from flex_trainer.strategy import Strategy
 
 _MAX_PLANS = 512
@@ -23,7 +23,7 @@ _MAX_PLANNERS = 32
 
 
 class PlanCache:
-    """Plans by shape, budget and gradients.
+    """Plans by shape, budget and gradients, made by the method that is worth its time.
 
     Args:
         config: names the strategies and the planner.
@@ -39,7 +39,7 @@ class PlanCache:
         self._profile = profile
         self._correction = correction
         self._offloading = offloading
-        self.effort = PlanningEffort(config.planner)
+        self._method_choice = MethodChoice(config.planner)
         self._plans: dict[tuple[object, ...], tuple[str, Plan]] = {}  # with the method that made it
         self._planners: dict[tuple[BatchShape, str], MitigationPlanner] = {}
         self._made_in: tuple[object, ...] = ()
@@ -61,8 +61,10 @@ class PlanCache:
             self._made_in = state
         key = (shape, available_bytes, gradients.key)
         made_by, plan = self._plans.get(key, ("", None))
-        method = self.effort.method
-        if plan is None or (made_by != method and method == "optimal" and plan.added_seconds > 0):
+        method = self._method_choice.method
+        # A plan of Algorithm 2 is made anew once better ones pay; one that adds no time cannot be bettered.
+        is_outdated = plan is not None and method == "optimal" and made_by != method and plan.added_seconds > 0
+        if plan is None or is_outdated:
             planner = self._planners.get((shape, method))
             if planner is None:
                 planner = self._planner(self._profile.graph(shape), method)
@@ -70,6 +72,10 @@ class PlanCache:
             plan = self._make(planner, method, available_bytes, gradients, None)
             _put_bounded(self._plans, key, (method, plan), _MAX_PLANS)
         return plan
+
+    def note_run(self, plan: Plan) -> None:
+        """A micro-batch was run under a plan."""
+        self._method_choice.note_run(plan.added_seconds)
 
     def revised(
         self,
@@ -79,12 +85,12 @@ class PlanCache:
         ran: Mapping[str, Strategy],
     ) -> Plan:
         """The plan of a micro-batch that is not as was expected, and part of which has run already."""
-        method = self.effort.method
+        method = self._method_choice.method
         return self._make(self._planner(graph, method), method, available_bytes, gradients, ran)
 
     def uniform(self, shape: BatchShape, everywhere: Strategy, gradients: GradientBytes) -> Plan:
         """What one strategy for everything costs at a shape."""
-        return self._planner(self._profile.graph(shape), self.effort.method).uniform(everywhere, gradients)
+        return self._planner(self._profile.graph(shape), self._method_choice.method).uniform(everywhere, gradients)
 
     def _planner(self, graph: ActivationGraph, method: str) -> MitigationPlanner:
         return MitigationPlanner(
@@ -102,7 +108,7 @@ class PlanCache:
         started = time.perf_counter()
         plan = planner.plan(available_bytes, gradients, ran)
         if plan.strategies:  # else nothing had to be looked for
-            self.effort.note_plan(method, time.perf_counter() - started)
+            self._method_choice.note_plan(method, time.perf_counter() - started)
         self.num_made += 1
         return plan
 

@@ -7,7 +7,6 @@ kernels need inside and how allocators round: a factor on those transients is le
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.errors import UserError
+from flex_trainer.files import check_writable
 from flex_trainer.forecast import Forecast
 from flex_trainer.gradients import Gradients
 from flex_trainer.margin import SafetyMargin
@@ -193,7 +193,7 @@ class Provisioner:
         self._allocator.commit(micro_batch.number, micro_batch.actual_bytes)
         self._in_flight[micro_batch.number] = 0 if micro_batch.plan is None else _on_top_bytes(micro_batch.plan)
         if micro_batch.plan is not None:
-            self._plans.effort.note_run(micro_batch.plan.added_seconds)
+            self._plans.note_run(micro_batch.plan)
 
     def learn(self, micro_batch: MicroBatch, peak_bytes: int, is_peak_exact: bool) -> None:
         """Backward has ended: learn sizes, times, and how far off the predicted peak was.
@@ -303,13 +303,8 @@ class Provisioner:
         if self._config.seed_profile is None:
             return Profile()
         path = Path(self._config.seed_profile)
-        # Found out now rather than when training has ended.
-        directory = path.absolute().parent
-        if _is_main_process() and not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
-            raise UserError(
-                f"seed_profile={str(path)!r} cannot be written: the directory {str(directory)!r} must exist and be "
-                "writable; make it, or give another path"
-            )
+        if _is_main_process():
+            check_writable(path, "the seed profile")  # now rather than when training has ended
         return Profile.load(path, self._fingerprint) if path.exists() else Profile()
 
     # Limits that cannot be met

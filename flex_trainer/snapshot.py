@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 _NOT_STATE = frozenset(vars(nn.Module()))
-_MOST_ITEMS = 4096
+_MAX_ITEMS = 4096
+_MAX_COPIED_ELEMENTS = 1
 
 
 class RandomStreams:
@@ -77,32 +78,33 @@ class Bookkeeping:
     """Counters and lists of plain values in the attributes of an object, such as the metrics that a trainer collects in
     its `compute_loss`.
 
-    Numbers, strings, random generators, tensors without a graph, and containers of these. A container with anything
-    else in it, or with more than 4,096 items, is left alone. Containers are put back in place: who else has them sees
-    the same.
+    Numbers, strings, random generators, tensors without a graph, and containers of these. Which tensor an attribute or
+    a container holds is put back, its values only where it is an attribute of a single element (a sum of losses, say):
+    larger ones may be anything, and copies of them would cost memory. A container with anything else in it, or with
+    more than 4,096 items, is left alone. Containers are put back in place: who else has them sees the same.
 
     Args:
         owner: whose attributes.
-        others: names that are left alone.
+        excluded: names that are left alone.
         removes_new: whether attributes that appear later are taken away again.
     """
 
-    def __init__(self, owner: Any, others: frozenset[str] = frozenset(), *, removes_new: bool = False) -> None:
+    def __init__(self, owner: Any, excluded: frozenset[str] = frozenset(), *, removes_new: bool = False) -> None:
         self._owner = owner
         self._bound: dict[str, Any] = {}
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._streams: list[tuple[Any, Any]] = []
-        self._names = {*vars(owner), *others} if removes_new else None
+        self._names = {*vars(owner), *excluded} if removes_new else None
         for name, value in vars(owner).items():
-            if name in others:
+            if name in excluded:
                 continue
             if _is_scalar(value):
                 self._bound[name] = value
             elif isinstance(value, torch.Tensor):
                 if type(value) is torch.Tensor and value.grad_fn is None and not value.is_inference():
                     self._bound[name] = value
-                    if value.numel() <= 1:
+                    if value.numel() <= _MAX_COPIED_ELEMENTS:
                         self._tensors.append((value, value._version, value.clone()))
             elif isinstance(value, torch.Generator):
                 self._bound[name] = value
@@ -150,7 +152,7 @@ def _is_scalar(value: Any) -> bool:
 
 def _is_plain(container: Any, seen: set[int]) -> bool:
     """Whether a container holds plain values only, however deep; one that contains itself does not."""
-    if id(container) in seen or len(container) > _MOST_ITEMS:
+    if id(container) in seen or len(container) > _MAX_ITEMS:
         return False
     seen = {*seen, id(container)}
     items = container.values() if isinstance(container, dict) else container

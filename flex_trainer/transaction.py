@@ -7,8 +7,8 @@
         run again    micro-batch 1 (its loss was returned already), micro-batch 2
     micro-batch 3    goes on; who called sees three losses, and the weights of a run in which nothing failed
 
-Nothing is copied but buffers and random streams: that all gradients were None when the step began is what makes it
-possible. A step that cannot be taken back ends with the original error, and a note that says why.
+Copied are random streams, buffers and plain attributes of modules and of the trainer; not gradients: that all of them
+were None when the step began is what makes it possible. A step that cannot be taken back ends with the original error, and a note that says why.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flex_trainer.config import FlexConfig
-from flex_trainer.forecast import TraceLeftBehindError
 from flex_trainer.runtime import FlexRuntime
+from flex_trainer.symbolic.leftovers import TraceLeftBehindError
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
 

@@ -23,6 +23,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
+        """That of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
     def num_rows(self, num_bytes: int) -> int:

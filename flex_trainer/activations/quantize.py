@@ -40,24 +40,18 @@ class QuantizedValue:
         ledger.freed("quantize", self._original[1] - self.num_bytes)
 
     @staticmethod
-    def takes(tensor: torch.Tensor) -> bool:
-        """Whether this tensor's storage can be quantised."""
-        return QuantizedValue.shrinks(tensor) and QuantizedValue.is_finite(tensor)
-
-    @staticmethod
     def shrinks(tensor: torch.Tensor, layout: Layout | None = None) -> bool:
         """Whether quantising would make this tensor's storage smaller: it is floating, with rows long enough."""
-        if layout is None or layout.dtype != tensor.dtype:
-            layout = Layout.of(tensor)
         num_bytes = tensor.untyped_storage().nbytes()
-        num_rows = layout.num_rows(num_bytes)
+        num_rows = _layout_of(tensor, layout).num_rows(num_bytes)
         return num_rows > 0 and num_bytes // tensor.element_size() + 4 * num_rows <= WORTHWHILE * num_bytes
 
     @staticmethod
     def is_finite(tensor: torch.Tensor) -> bool:
         """Whether its storage is finite all over, also where this view does not reach: other views of it are read from
         the same codes."""
-        return bool(torch.isfinite(_rows(tensor)).all())
+        num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return bool(torch.isfinite(tensor.detach().as_strided((num_elements,), (1,), 0)).all())
 
     def read(self) -> torch.Tensor:
         if self._value is None:
@@ -91,9 +85,12 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def _rows(tensor: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
     """All elements of the tensor's storage as (rows, elements of a row)."""
-    if layout is None or layout.dtype != tensor.dtype:
-        layout = Layout.of(tensor)
     num_bytes = tensor.untyped_storage().nbytes()
-    num_rows = layout.num_rows(num_bytes)
+    num_rows = _layout_of(tensor, layout).num_rows(num_bytes)
     row_elements = num_bytes // tensor.element_size() // num_rows
     return tensor.detach().as_strided((num_rows, row_elements), (row_elements, 1), 0)
+
+
+def _layout_of(tensor: torch.Tensor, layout: Layout | None) -> Layout:
+    """The layout that was asked for; a view in another dtype has rows of its own."""
+    return Layout.of(tensor) if layout is None or layout.dtype != tensor.dtype else layout

@@ -116,7 +116,7 @@ class _Model:
         available_bytes: int,
     ) -> None:
         programme, rates = self.programme, self.rates
-        heights = gradients.heights(self.graph.segments)
+        heights = gradients.by_segment(self.graph.segments)
         shared = {use: self.scaled(size) for use, size in zip(self.shared, self.graph.shared_bytes, strict=True)}
         total = sum(value.num_bytes for segment in self.graph.segments for value in segment.values)
         in_flight_bytes = min(rates.in_flight_bytes, total)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flex_trainer.bench import BENCHMARKS
-from flex_trainer.errors import UserError
+from flex_trainer.files import check_writable, write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,15 +22,11 @@ def bench(
 ) -> None:
     """Measure, and compare with the stated bounds. A missed bound is reported; the exit code stays 0."""
     if json_file is not None:
-        # Found out now rather than after the measurement.
-        directory = json_file.absolute().parent
-        if not directory.is_dir() or not os.access(directory, os.W_OK):
-            raise UserError(f"--json {str(json_file)!r}: the directory {str(directory)!r} must exist and be writable")
+        check_writable(json_file, "the benchmark result")  # now rather than after the measurement
 
     from rich.console import Console
 
     from flex_trainer import bench as benchmarks
-    from flex_trainer.files import write_whole
 
     result = benchmarks.run(name, quick=quick)
     if json_file is not None:

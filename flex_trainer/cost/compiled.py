@@ -30,6 +30,8 @@ from flex_trainer.strategy import Strategy
 
 CODES = (Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE)
 KEEP, RECOMPUTE, OFFLOAD, QUANTIZE = range(4)
+EPSILON_SECONDS = 1e-7
+"""Added time below which mitigations are equally good to Algorithm 2, which divides by it."""
 _MAX_STRUCTURES = 64
 _MAX_PATTERNS = 20_000
 """Patterns remembered for one structure; beyond that it starts over."""
@@ -343,6 +345,11 @@ class Costs:
     def on_top(self) -> np.ndarray:
         """Bytes on top of what is held, forward or backward."""
         return np.maximum(self.backward, self.forward)
+
+    @property
+    def groups(self) -> np.ndarray:
+        """Bit 0: something is offloaded; bit 1: some replay takes a shared value."""
+        return (self.offloaded > 0) * 1 + 2 * self.shared.any(axis=1)
 
     def one(self, number: int) -> SegmentCost:
         """One of the choices as `evaluate` gives it, but for `transient_bytes`."""

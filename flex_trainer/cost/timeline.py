@@ -38,15 +38,11 @@ class GradientBytes:
     """Bytes of the largest gradient that is computed apart and added to one that exists."""
 
     @property
-    def key(self) -> tuple[int, int]:
-        return sum(self.pending.values()), sum(self.temporary.values())
-
-    @property
-    def exact_key(self) -> object:
+    def key(self) -> object:
         """Equal for the same gradients."""
         return frozenset(self.pending.items()), frozenset(self.temporary.items())
 
-    def heights(self, segments: Sequence[Segment]) -> np.ndarray:
+    def by_segment(self, segments: Sequence[Segment]) -> np.ndarray:
         """Bytes of them that are there while backward is in each of the segments, given in forward order, and that the
         operators' transients do not count."""
         # Backward runs from the outside (the head) to the last layer and down: while it is in layer l, the gradients of
@@ -103,7 +99,7 @@ class Timeline:
         gradients: GradientBytes | None = None,
         shared_bytes: Sequence[int] = (),
         in_flight_bytes: int = 0,
-        heights: np.ndarray | None = None,
+        gradients_by_segment: np.ndarray | None = None,
     ) -> None:
         """
         Args:
@@ -112,7 +108,7 @@ class Timeline:
             gradients: parameter gradients.
             shared_bytes: see `ActivationGraph`.
             in_flight_bytes: most that offload copies may hold while they are on their way.
-            heights: `gradients.heights(segments)`, where it is known already.
+            gradients_by_segment: `gradients.by_segment(segments)`, where it is known already.
         """
         self._in_flight_bytes = in_flight_bytes
         self._offloaded = np.array([cost.offloaded_bytes for cost in costs], dtype=np.int64)
@@ -124,8 +120,8 @@ class Timeline:
         self._held = np.array([cost.held_bytes for cost in costs], dtype=np.int64)
         self._on_top = np.array([cost.on_top_bytes for cost in costs], dtype=np.int64)
         gradients = gradients or GradientBytes()
-        self.gradients = gradients.heights(segments) if heights is None else heights
-        """Parameter gradients that are there while backward is in each segment."""
+        self.gradients = gradients.by_segment(segments) if gradients_by_segment is None else gradients_by_segment
+        """Bytes of parameter gradients that are there while backward is in each segment."""
         self._pending_bytes = sum(gradients.pending.values())
 
     def copy(self) -> Timeline:
@@ -135,11 +131,6 @@ class Timeline:
         for name in ("_held", "_on_top", "_offloaded", "_shared_users"):
             setattr(other, name, getattr(self, name).copy())
         return other
-
-    @property
-    def gradients_key(self) -> tuple[bytes, int]:
-        """Equal for timelines with the same parameter gradients."""
-        return self.gradients.tobytes(), self._pending_bytes
 
     def replace(self, segments: Sequence[int], cost: SegmentCost) -> None:
         """Some segments that cost the same now."""
@@ -159,31 +150,25 @@ class Timeline:
         rank = np.full(len(self._held), len(segments))
         rank[list(segments)] = np.arange(len(segments))
         is_new = rank < numbers
-        held = np.where(is_new, cost.held_bytes, self._held)
         users = np.repeat(self._shared_users[None], len(numbers), axis=0)
         users[:, list(self._costs[segments[0]].shared)] -= numbers
         users[:, list(cost.shared)] += numbers
-        shared = ((users > 0) * self._shared_bytes).sum(axis=1)
-        stacked = held.cumsum(axis=1)
-        stacked[:, :-1] += held[:, -1:]
-        offloaded = np.where(is_new, cost.offloaded_bytes, self._offloaded).cumsum(axis=1)
-        heights = stacked + np.where(is_new, cost.on_top_bytes, self._on_top) + self.gradients
-        heights += np.minimum(offloaded, self._in_flight_bytes)
-        return np.maximum(heights.max(axis=1) + shared, self._pending_bytes + held[:, -1])
-
-    def _shared(self) -> int:
-        """Bytes of the values outside of the layers that some layer's replay needs."""
-        return int(self._shared_bytes[self._shared_users > 0].sum())
+        held = np.where(is_new, cost.held_bytes, self._held)
+        offloaded = np.where(is_new, cost.offloaded_bytes, self._offloaded)
+        on_top = np.where(is_new, cost.on_top_bytes, self._on_top)
+        heights = self._heights(_stacked(held), offloaded, on_top, users)
+        return np.maximum(heights.max(axis=1), self._pending_bytes + held[:, -1])
 
     def peak(self) -> Peak:
-        heights = self.heights(self._on_top) + self.gradients
+        """The highest point as things are."""
+        heights = self._heights(_stacked(self._held), self._offloaded, self._on_top, self._shared_users)
         segment = int(heights.argmax())
         return Peak(max(int(heights[segment]), self.end_bytes), self.held_bytes, segment)
 
     @property
     def held_bytes(self) -> int:
         """Bytes held at the end of forward."""
-        return int(self._held.sum()) + self._shared()
+        return int(self._held.sum() + self._shared(self._shared_users))
 
     @property
     def end_bytes(self) -> int:
@@ -192,13 +177,27 @@ class Timeline:
 
     def heights(self, on_top: np.ndarray) -> np.ndarray:
         """Bytes there while each segment runs and needs so much on top of the stack; gradients left out."""
-        # While backward is in one layer, values of the layers below are on their way up, as many as are allowed.
-        return self.stacked() + on_top + np.minimum(self._offloaded.cumsum(), self._in_flight_bytes)
+        return self._heights(_stacked(self._held), self._offloaded, on_top, self._shared_users) - self.gradients
 
     def stacked(self) -> np.ndarray:
         """Bytes held once each segment has run forward."""
-        # What lies outside of the layers (embedding, masks, head) is alive from the start: it comes last in the list
-        # and first in memory.
-        stacked = np.cumsum(self._held)
-        stacked[:-1] += self._held[-1]
-        return stacked + self._shared()
+        return _stacked(self._held) + self._shared(self._shared_users)
+
+    # On arrays whose last axis goes over the segments, or, for users, over the shared values
+
+    def _heights(self, stacked: np.ndarray, offloaded: np.ndarray, on_top: np.ndarray, users: np.ndarray) -> np.ndarray:
+        # While backward is in one layer, values of the layers below are on their way up, as many as are allowed.
+        in_flight = np.minimum(offloaded.cumsum(axis=-1), self._in_flight_bytes)
+        return stacked + self._shared(users)[..., None] + on_top + in_flight + self.gradients
+
+    def _shared(self, users: np.ndarray) -> np.ndarray:
+        """Bytes of the values outside of the layers that some layer's replay needs."""
+        return ((users > 0) * self._shared_bytes).sum(axis=-1)
+
+
+def _stacked(held: np.ndarray) -> np.ndarray:
+    # What lies outside of the layers (embedding, masks, head) is alive from the start: it comes last in the list and
+    # first in memory.
+    stacked = held.cumsum(axis=-1)
+    stacked[..., :-1] += held[..., -1:]
+    return stacked

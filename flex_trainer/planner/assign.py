@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from flex_trainer.planner.frontier import hull_slopes, steps_down
-from flex_trainer.planner.polish import Polish
 
 _TOLERANCE = 1e-12
 _NUM_OPEN = 2
@@ -163,7 +162,7 @@ class AssignmentProblem:
         enough = np.flatnonzero(room >= start)
         if not len(enough) or seconds[enough].min() >= best_seconds - _TOLERANCE:
             return None
-        at = int(enough[seconds[enough].argmin()])
+        final = at = int(enough[seconds[enough].argmin()])
         choices = []
         for choice, parent in reversed(steps):
             if isinstance(choice, int):
@@ -172,7 +171,7 @@ class AssignmentProblem:
                 choices.append(int(choice[at]))
                 assert parent is not None
                 at = int(parent[at])
-        return Assignment(*Polish(self, (*choices, outside)).run())
+        return Assignment((*choices, outside), float(seconds[final]))
 
     def _near_best(self, outside: int, num_choices: int) -> list[np.ndarray]:
         """For each layer the choices that cost least above the best at the best price, and the least demanding one."""

@@ -1,8 +1,8 @@
 """The choices worth having for one class of equal segments: none holds, takes or adds less in every respect.
 
-A thorough search (planner/search.py) is made once for a structure, in the first shape it is seen in. Its result, the
-pool, is weighed anew for every other shape. Moves (offload, quantise) depend on sizes more than recomputation does, so
-for the sets of recomputed operators in the pool they are also chosen anew.
+A search (planner/search.py) is made once for a structure, in the first shape it is seen in. Its result, the pool, is
+weighed anew for every other shape. Moves (offload, quantise) depend on sizes more than recomputation does, so for the
+sets of recomputed operators that are still among the best they are also chosen anew.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flex_trainer.cost.compiled import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, CompiledSegment, Costs, Patterns, Tables
+from flex_trainer.cost.compiled import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, CompiledSegment, Costs, Tables
 
 _MAX_PRICES = 4
 _ON_TOP_LEVELS = 24
-_MOST_PAIRED = 768
+_MAX_PAIRED = 768
 """Up to so many choices are compared each with each."""
 
 
@@ -106,10 +106,9 @@ class Moves:
         at = np.tile(rows, len(prices))
         return at, Choices(codes, self.compiled.costs(tables, at, codes))
 
-    def patterns(self, marks: np.ndarray) -> tuple[np.ndarray, Patterns]:
-        """The outermost recomputed operators of some sets, the fixed ones among them, and what follows from them."""
-        roots = self.structure.roots((marks & self.may_recompute) | self.is_forced)
-        return roots, self.structure.patterns(roots)
+    def roots(self, marks: np.ndarray) -> np.ndarray:
+        """The outermost recomputed operators of some sets, the fixed ones among them."""
+        return self.structure.roots((marks & self.may_recompute) | self.is_forced)
 
 
 def choices_of(compiled: CompiledSegment, freedom: Freedom, pool: np.ndarray) -> Choices:
@@ -122,7 +121,7 @@ def choices_of(compiled: CompiledSegment, freedom: Freedom, pool: np.ndarray) ->
     """
     moves = Moves(compiled, freedom)
     codes = np.where(freedom.fixed >= 0, freedom.fixed, pool)
-    roots, _ = moves.patterns(codes == RECOMPUTE)
+    roots = moves.roots(codes == RECOMPUTE)
     sets, rows = np.unique(roots, axis=0, return_inverse=True)
     rows = rows.reshape(-1)
     tables = compiled.tables(compiled.structure.patterns(sets))
@@ -134,7 +133,7 @@ def choices_of(compiled: CompiledSegment, freedom: Freedom, pool: np.ndarray) ->
     for way in range(len(moves.ways)):
         slopes = thinned(hull_slopes(found.costs.held, found.costs.seconds), _MAX_PRICES)
         if moves.ways[way] and slopes:
-            prices = np.array([*(slope * 1.0001 for slope in slopes), slopes[-1] * 8])
+            prices = np.array([*above(slopes), slopes[-1] * 8])
             found = found.joined(moves.choices(way, prices, tables, best)[1])
     return found.rows(undominated(found.costs))
 
@@ -185,6 +184,11 @@ def hull_slopes(held: np.ndarray, seconds: np.ndarray) -> list[float]:
     return sorted((a[1] - b[1]) / (b[0] - a[0]) for a, b in pairs)
 
 
+def above(slopes: list[float]) -> list[float]:
+    """Prices just above the slopes: there the choice that holds less is the best one."""
+    return [slope * 1.0001 for slope in slopes]
+
+
 def steps_down(held: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """The choices that no other beats in bytes held and seconds, from the fastest to the one that holds least."""
     order = np.lexsort((held, seconds))
@@ -197,10 +201,10 @@ def undominated(costs: Costs, num_levels: int = _ON_TOP_LEVELS) -> np.ndarray:
     apart for those that offload and those that take shared values."""
     on_top = costs.on_top
     order = np.lexsort((on_top, costs.held, costs.seconds))
-    groups = (costs.offloaded > 0) * 1 + 2 * costs.shared.any(axis=1)
+    groups = costs.groups
     tops = np.unique(on_top)
     levels = tops if len(tops) <= num_levels else tops[np.linspace(0, len(tops) - 1, num_levels).astype(int)]
-    if len(order) <= _MOST_PAIRED:
+    if len(order) <= _MAX_PAIRED:
         held, groups, on_top = costs.held[order], groups[order], on_top[order]
         level = levels[np.searchsorted(levels, on_top)]
         # Row i beats column j: it comes first, and may be taken wherever j may.

@@ -26,12 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, KEEP, RECOMPUTE
+from flex_trainer.cost.compiled import CODES, EPSILON_SECONDS, KEEP, RECOMPUTE
 from flex_trainer.cost.timeline import GradientBytes, Timeline
-from flex_trainer.planner.classes import Choice, GraphCosts, changed
+from flex_trainer.planner.choice import Choice, changed
+from flex_trainer.planner.graph_costs import GraphCosts
 from flex_trainer.strategy import Strategy
-
-_EPSILON_SECONDS = 1e-7
 
 
 class _Group(NamedTuple):
@@ -45,9 +44,10 @@ class _Group(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """One mitigation of one operator, for all segments of a group; the best one sorts first."""
+    """One change of one operator, for all segments of a group; the best one sorts first."""
 
-    negative_score: float
+    rank: float
+    """Lowest first."""
     first_segment: int
     operator: int
     code: int
@@ -67,7 +67,7 @@ class _Candidates:
         changes = self.costs.changes(group.number, group.choice, self.codes)
         scores = changes.freed_bytes
         if not self.largest_first:
-            scores = scores / np.maximum(changes.added_seconds, _EPSILON_SECONDS)
+            scores = scores / np.maximum(changes.added_seconds, EPSILON_SECONDS)
         return [
             _Candidate(-float(scores[row]), first_segment, operator, code, group)
             for row, (operator, code) in enumerate(changes.of)
@@ -137,7 +137,6 @@ class _Descent:
         self._state = state
         self._candidates = candidates
         self._steps: list[_Step] = []
-        self._peak = state.timeline.peak().num_bytes
         self._heap: list[_Candidate] = []
         self._queued: set[tuple[_Group, int, int]] = set()
         for group in list(state.members):
@@ -212,7 +211,7 @@ class GreedyMethod:
         gradients: GradientBytes | None,
         fixed: Mapping[str, Strategy],
     ) -> list[list[Choice]]:
-        """Plans to pick from, as choices by segment: `start`, and mitigations of what is not fixed by site name."""
+        """Plans to pick from, as choices by segment: `start`, with mitigations added where no site is fixed."""
         free = [
             bytes(operator.site.name not in fixed for operator in segment.operators) for segment in self._costs.segments
         ]
@@ -252,13 +251,12 @@ class GreedyMethod:
         allowed: tuple[Strategy, ...],
         gradients: GradientBytes | None,
     ) -> _Descent:
-        state = self._state(start, free, gradients)
-        key = (tuple(start), tuple(free), allowed, state.timeline.gradients_key)
+        key = (tuple(start), tuple(free), allowed, (gradients or GradientBytes()).key)
         found = self._descents.get(key)
         if found is None:
             codes = tuple(CODES.index(strategy) for strategy in allowed)
-            found = _Descent(state, _Candidates(self._costs, codes, self._largest_first))
-            self._descents[key] = found
+            state = self._state(start, free, gradients)
+            found = self._descents[key] = _Descent(state, _Candidates(self._costs, codes, self._largest_first))
         return found
 
     def _state(self, choices: Sequence[Choice], free: Sequence[bytes], gradients: GradientBytes | None) -> _State:

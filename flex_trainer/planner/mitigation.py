@@ -1,8 +1,9 @@
 """The mitigation planner: which operator of which layer gives its activations up, and how.
 
-Three methods: "optimal" (planner/optimal.py, least added time), and Algorithm 2 of BaGuaLu-2 (planner/greedy.py) in two
-orders, "bandwidth" and "largest_first". All obey the same cost rules (cost/evaluate.py) and the same memory timeline
-(cost/timeline.py), and what they return is checked on those.
+Three methods: "optimal" (planner/optimal.py: least added time, and Algorithm 2 beside it unless the bound leaves
+nothing to find), and Algorithm 2 of BaGuaLu-2 (planner/greedy.py) in two orders, "bandwidth" and "largest_first". All
+obey the same cost rules (cost/evaluate.py) and the same memory timeline (cost/timeline.py), and what they return is
+checked on those.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from flex_trainer.cost.compiled import CODES
-from flex_trainer.cost.graph import ActivationGraph, Segment
+from flex_trainer.config import METHODS
+from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.timeline import GradientBytes, Peak, with_gradients
-from flex_trainer.planner.classes import Choice, GraphCosts, strategies_of, uniform_choice
+from flex_trainer.planner.choice import Choice, choice_of, strategies_of, uniform_choice
+from flex_trainer.planner.graph_costs import GraphCosts
 from flex_trainer.planner.greedy import GreedyMethod
 from flex_trainer.planner.optimal import OptimalMethod
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
 
-METHODS = ("optimal", "bandwidth", "largest_first")
 _CLOSE = 0.001
 """A plan that adds at most this share more than the bound is taken as it is."""
 
@@ -72,7 +73,7 @@ class MitigationPlanner:
         tables = self._tables_for(gradients)
         costs = tables.costs
         kept = [bytes(len(segment.operators)) for segment in costs.segments]
-        start = [_choice_of(segment, fixed) for segment in costs.segments] if fixed else kept
+        start = [choice_of(segment, fixed) for segment in costs.segments] if fixed else kept
         demand = costs.timeline(kept, gradients).peak()
         started = self._plan(tables, start, available_bytes, gradients, demand)
         if started.fits or not self._allowed:
@@ -124,7 +125,7 @@ class MitigationPlanner:
         }
         if tables.has_repeats:
             # A module that runs twice has one strategy: what it costs is what that one costs in both places.
-            chosen = [_choice_of(segment, strategies) for segment in costs.segments]
+            chosen = [choice_of(segment, strategies) for segment in costs.segments]
         timeline = costs.timeline(chosen, gradients)
         peak = timeline.peak()
         return Plan(
@@ -139,11 +140,6 @@ class MitigationPlanner:
             held_by_layer=tuple(timeline.stacked().tolist()),
             fits=peak.num_bytes <= available_bytes,
         )
-
-
-def _choice_of(segment: Segment, strategies: Mapping[str, Strategy]) -> Choice:
-    """The choice that strategies by site name are in a segment."""
-    return bytes(CODES.index(strategies.get(op.site.name, Strategy.KEEP)) for op in segment.operators)
 
 
 class _Tables:

@@ -3,11 +3,11 @@
     1. planner/frontier.py   for each class of equal segments, the choices that no other beats
     2. planner/assign.py     one of them for every segment: least seconds, every layer's peak under the limit
 
-Two things tie the segments together beyond the stack of held bytes, and are settled before step 2, each way in turn:
-whether values that replays share (an attention mask) are held at all, and from which segment on anything is
-offloaded. Copies on their way fill up to their bound once enough is offloaded, so behind that segment the bound is set
-aside.
-(Less in flight than the bound means that what is on its way is all that was offloaded: nothing was gained by it.)
+Two things tie the segments together beyond the stack of held bytes, and are settled before step 2: whether values that
+replays share (an attention mask) are held at all, each way in turn; and from which segment on anything is offloaded,
+each in turn in shallow models, else the first, the last, and none. Copies on their way fill up to their bound once
+enough is offloaded, so behind that segment the bound is set aside. (Less in flight than the bound means that what is on
+its way is all that was offloaded: nothing was gained by it.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import numpy as np
 from flex_trainer.cost.compiled import CODES, CompiledSegment
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.planner.assign import Assignment, AssignmentProblem, Options
-from flex_trainer.planner.classes import Choice, GraphCosts
+from flex_trainer.planner.choice import Choice
 from flex_trainer.planner.frontier import Choices, Freedom, choices_of, with_neighbours
+from flex_trainer.planner.graph_costs import GraphCosts
+from flex_trainer.planner.polish import polished
 from flex_trainer.planner.search import search
 from flex_trainer.strategy import Strategy
 
@@ -32,7 +34,7 @@ _FREE = 255
 
 
 @dataclass(frozen=True)
-class _Effort:
+class _Width:
     """How widely to look, so that the time for it stays the same."""
 
     num_layers: int
@@ -46,12 +48,12 @@ class _Effort:
     """A plan is looked for as long as it may be better than this share of the best one's time."""
 
 
-_EFFORTS = (
-    _Effort(4, max_labels=400, num_choices=400, num_free=4, num_refinements=3, tries_all_starts=True, close_enough=1.0),
-    _Effort(
+_WIDTHS = (
+    _Width(4, max_labels=400, num_choices=400, num_free=4, num_refinements=3, tries_all_starts=True, close_enough=1.0),
+    _Width(
         16, max_labels=120, num_choices=40, num_free=16, num_refinements=1, tries_all_starts=False, close_enough=1.0
     ),
-    _Effort(
+    _Width(
         2**20,
         max_labels=48,
         num_choices=12,
@@ -64,7 +66,7 @@ _EFFORTS = (
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """A plan, and how good it is known to be."""
 
     choices: list[Choice]
@@ -72,7 +74,8 @@ class Found:
     seconds: float
     """Added; infinite where nothing fits."""
     bound_seconds: float
-    """No plan made of the choices worth having adds less."""
+    """Of the linear relaxation, over the choices and the ways of offload and sharing that were looked at last: no plan
+    made of those adds less."""
 
 
 class OptimalMethod:
@@ -82,22 +85,22 @@ class OptimalMethod:
         self._costs = costs
         self._allowed = np.array([code is Strategy.KEEP or code in allowed for code in CODES])
         self._choices: dict[tuple[int, bytes], Choices] = {}
-        self._effort = next(effort for effort in _EFFORTS if len(costs.segments) - 1 <= effort.num_layers)
+        self._width = next(width for width in _WIDTHS if len(costs.segments) - 1 <= width.num_layers)
 
-    def choose(self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]) -> Found:
+    def choose(self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]) -> Solution:
         """The plan that adds least seconds of those found; the least demanding one where nothing fits."""
         keys = [self._key(index, fixed) for index in range(len(self._costs.segments))]
         classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         class_of = [classes[key] for key in keys]
-        caps = available_bytes - self._costs.heights(gradients)
+        caps = available_bytes - self._costs.gradients_by_segment(gradients)
         choices = [self._choices_of(key) for key in classes]
         trials = self._trials(choices, class_of, caps)
         found = self._solve(trials, math.inf)
         if found is None:
             plans = [self._chosen(trial, trial.problem.least(), choices, keys, class_of) for trial in trials]
             least = min(plans, key=lambda plan: self._costs.timeline(plan, gradients).peak().num_bytes)
-            return Found(least, math.inf, 0.0)
-        for _ in range(self._effort.num_refinements):
+            return Solution(least, math.inf, 0.0)
+        for _ in range(self._width.num_refinements):
             # Where there are few segments, one choice is a large step: look closely around the ones taken.
             used = [set() for _ in choices]
             for number, row in zip(class_of, found[0].rows(found[1]), strict=True):
@@ -106,12 +109,13 @@ class OptimalMethod:
                 with_neighbours(*self._question(key), one, np.array(sorted(rows)))
                 for key, one, rows in zip(classes, choices, used, strict=True)
             ]
-            better = self._solve(self._trials(closer, class_of, caps), found[1].seconds)
+            closer_trials = self._trials(closer, class_of, caps)
+            better = self._solve(closer_trials, found[1].seconds)
             if better is None:
                 break
-            found, choices = better, closer
+            found, choices, trials = better, closer, closer_trials
         bound_seconds = min(float(trial.problem.bounds.min()) for trial in trials)
-        return Found(self._chosen(*found, choices, keys, class_of), found[1].seconds, bound_seconds)
+        return Solution(self._chosen(*found, choices, keys, class_of), found[1].seconds, bound_seconds)
 
     def _trials(self, choices: list[Choices], class_of: list[int], caps: np.ndarray) -> list[_Trial]:
         """One problem for each way to settle what ties the segments together."""
@@ -130,7 +134,7 @@ class OptimalMethod:
             return [num]
         if self._costs.rates.in_flight_bytes == 0:
             return [0]
-        inner = range(num) if self._effort.tries_all_starts else (0, num - 1)
+        inner = range(num) if self._width.tries_all_starts else (0, num - 1)
         return sorted({*inner, num})
 
     def _trial(
@@ -176,7 +180,7 @@ class OptimalMethod:
 
     def _solve(self, trials: list[_Trial], below_seconds: float) -> tuple[_Trial, Assignment] | None:
         """The best plan over all trials and choices for the outside that adds less than `below_seconds`."""
-        effort = self._effort
+        width = self._width
         order = sorted(
             (bound, number, outside)
             for number, trial in enumerate(trials)
@@ -184,14 +188,12 @@ class OptimalMethod:
         )
         best: tuple[_Trial, Assignment] | None = None
         for bound, number, outside in order:  # the most promising ones first
-            seconds = below_seconds if best is None else best[1].seconds * effort.close_enough
+            seconds = below_seconds if best is None else best[1].seconds * width.close_enough
             if bound >= seconds:
                 break
-            found = trials[number].problem.solve(
-                outside, effort.max_labels, effort.num_choices, effort.num_free, seconds
-            )
+            found = trials[number].problem.solve(outside, width.max_labels, width.num_choices, width.num_free, seconds)
             if found is not None:
-                best = trials[number], found
+                best = trials[number], polished(trials[number].problem, found)
         return best
 
     def _key(self, index: int, fixed: Mapping[str, Strategy]) -> tuple[int, bytes]:

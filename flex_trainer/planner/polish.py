@@ -6,12 +6,9 @@ is often enough to take a mitigation back somewhere, or to pay for one that save
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from flex_trainer.planner.assign import AssignmentProblem
+from flex_trainer.planner.assign import Assignment, AssignmentProblem
 
 _MAX_ROUNDS = 40
 _NUM_TRIED = 8
@@ -19,7 +16,12 @@ _NUM_TRIED = 8
 _TOLERANCE = 1e-12
 
 
-class Polish:
+def polished(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
+    """The assignment, or one that adds less time; its peaks are under their caps too."""
+    return _Polish(problem, assignment.choices).run()
+
+
+class _Polish:
     """An assignment and all changes of one segment's choice.
 
     Segments are in stack order here: the outside first, then the layers.
@@ -40,13 +42,12 @@ class Polish:
         )
         self._at = np.arange(len(options))
 
-    def run(self) -> tuple[tuple[int, ...], float]:
-        """The choices, layers first, and the seconds they add."""
+    def run(self) -> Assignment:
         for _ in range(_MAX_ROUNDS):
             if not (self._change_one() or self._exchange()):
                 break
         choices = self._choices.tolist()
-        return (*choices[1:], choices[0]), float(self._seconds[self._at, self._choices].sum())
+        return Assignment((*choices[1:], choices[0]), float(self._seconds[self._at, self._choices].sum()))
 
     def _slack(self, choices: np.ndarray) -> np.ndarray:
         """Bytes left under each cap; the outside's, which peaks when all layers have run, first."""

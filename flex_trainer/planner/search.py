@@ -1,10 +1,10 @@
-"""The search for choices worth having in one structure: made once, in the first shape, and thorough.
+"""The search for choices worth having in one structure: made once, in the first shape.
 
 Given which operators are recomputed, what moving (offload, quantise) each other operator's values costs and frees does
 not depend on the rest: at a price per byte held, the best move of each is read off. So the search goes over recomputed
 sets only. It starts from the plain ones (none, all, each alone) and from those that Algorithm 2 would pass through, and
-changes what it has: around the best set at each price by one operator and by pairs, around every set that is worth
-having by one. The prices are the slopes of the lower hull of seconds over bytes found so far, so they follow the
+changes what it has, once: around the best set at each price by one operator and by pairs, around every set that is
+worth having by one. The prices are the slopes of the lower hull of seconds over bytes found so far, so they follow the
 choices wherever those matter.
 
 What ties segments together (copies in flight, values that replays share, the peak in the last layers) may make it right
@@ -18,8 +18,8 @@ from itertools import product
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, KEEP, RECOMPUTE, CompiledSegment, Costs
-from flex_trainer.planner.frontier import Choices, Freedom, Moves, hull_slopes, thinned, undominated
+from flex_trainer.cost.compiled import CODES, EPSILON_SECONDS, KEEP, RECOMPUTE, CompiledSegment, Costs
+from flex_trainer.planner.frontier import Choices, Freedom, Moves, above, hull_slopes, thinned, undominated
 
 _FIRST_PRICES = np.geomspace(1e-13, 1e-6, 8)
 """Seconds per byte: from memory bandwidth to a slow disk, and beyond on both sides."""
@@ -30,7 +30,7 @@ _RUNNERS_UP = 4
 _NUM_CAPS = 2
 _NUM_GAP_PRICES = 1
 _MAX_POOL = 100
-_MOST_LISTED = 4096
+_MAX_LISTED = 4096
 """Where no more choices than this exist, all are looked at."""
 _STEPS = (0.005, 0.01, 0.02, 0.04, 0.08)
 """Where there are too many choices: how much an added second must change what is freed, held or needed on
@@ -39,16 +39,32 @@ top."""
 
 def search(compiled: CompiledSegment, freedom: Freedom) -> np.ndarray:
     """Choices worth having in this structure, as K x n numbers into `CODES`."""
-    return _Search(compiled, freedom.anywhere()).run()
+    moves = Moves(compiled, freedom.anywhere())
+    every = _every_choice(moves)
+    if every is not None:
+        return every[undominated(compiled.evaluate(every), num_levels=max(len(every), 2))]
+    return _Search(compiled, moves).run()
+
+
+def _every_choice(moves: Moves) -> np.ndarray | None:
+    """All choices there are; None where they are too many."""
+    structure = moves.structure
+    may = structure.allows & np.isin(np.arange(len(CODES)), [KEEP, RECOMPUTE, *moves.ways[0]])
+    if not moves.may_recompute.any():
+        may[:, RECOMPUTE] = False
+    if np.log2(may.sum(axis=1)).sum() > np.log2(_MAX_LISTED):
+        return None
+    listed = list(product(*(np.flatnonzero(row).tolist() for row in may)))
+    return np.array(listed, dtype=np.int64).reshape(len(listed), structure.num_operators)
 
 
 class _Search:
     """One search: the recomputed sets looked at so far (`roots`), what they cost (`tables`), and the prices that rank
     them."""
 
-    def __init__(self, compiled: CompiledSegment, freedom: Freedom) -> None:
+    def __init__(self, compiled: CompiledSegment, moves: Moves) -> None:
         self.compiled, self.structure = compiled, compiled.structure
-        self.moves = Moves(compiled, freedom)
+        self.moves = moves
         self.free = np.flatnonzero(self.moves.may_recompute)
         self.prices = [_FIRST_PRICES for _ in self.moves.ways]
         self.seen: set[bytes] = set()
@@ -98,7 +114,7 @@ class _Search:
                     tried[number, operator] = code
             costs = self.compiled.evaluate(np.concatenate([current, tried]))
             freed = costs.held[0] - costs.held[1:]
-            worth = freed if by_size else freed / np.maximum(costs.seconds[1:] - costs.seconds[0], 1e-7)
+            worth = freed if by_size else freed / np.maximum(costs.seconds[1:] - costs.seconds[0], EPSILON_SECONDS)
             worth[freed <= 0] = -np.inf
             best = int(worth.argmax())
             if not np.isfinite(worth[best]):
@@ -123,8 +139,14 @@ class _Search:
         return doubles
 
     def _fresh(self, marks: np.ndarray) -> np.ndarray:
-        """The outermost operators of the sets that were not seen before."""
-        return _new(self.structure.roots(marks & self.moves.may_recompute), self.seen)
+        """The outermost operators of the sets that were not seen before; they are now."""
+        roots = self.structure.roots(marks & self.moves.may_recompute)
+        fresh = []
+        for row, key in enumerate(map(bytes, np.packbits(roots, axis=1))):
+            if key not in self.seen:
+                self.seen.add(key)
+                fresh.append(row)
+        return roots[fresh]
 
     def _forget_all_but_the_best(self) -> None:
         kept = [
@@ -148,15 +170,14 @@ class _Search:
         for way in range(len(self.moves.ways)):
             for _ in range(_PRICE_STEPS):
                 slopes: set[float] = set()
-                for ranking in self._rankings(way)[:2]:
+                for ranking in self._rankings(way)[:2]:  # those without a cap on top
                     rows = np.unique(ranking.argmin(axis=1))
                     _, found = self.moves.choices(way, self.prices[way], self.tables, rows)
                     slopes.update(hull_slopes(found.costs.held, found.costs.seconds))
                 if not slopes:
                     break
                 ordered = thinned(sorted(slopes), _MAX_PRICES)
-                # Just above a slope the choice that holds less is the best one.
-                self.prices[way] = np.array([ordered[0] * 0.5, *(slope * 1.0001 for slope in ordered), ordered[-1] * 8])
+                self.prices[way] = np.array([ordered[0] * 0.5, *above(ordered), ordered[-1] * 8])
 
     def _every_ranking(self) -> list[np.ndarray]:
         return [ranking for way in range(len(self.moves.ways)) for ranking in self._rankings(way)]
@@ -193,21 +214,8 @@ class _Search:
         index = undominated(found.costs)
         return at[index], found.rows(index)
 
-    def _every_choice(self) -> np.ndarray | None:
-        """All choices there are; None where they are too many."""
-        may = self.structure.allows & np.isin(np.arange(len(CODES)), [KEEP, RECOMPUTE, *self.moves.ways[0]])
-        if not self.moves.may_recompute.any():
-            may[:, RECOMPUTE] = False
-        if np.log2(may.sum(axis=1)).sum() > np.log2(_MOST_LISTED):
-            return None
-        listed = list(product(*(np.flatnonzero(row).tolist() for row in may)))
-        return np.array(listed, dtype=np.int64).reshape(len(listed), self.structure.num_operators)
-
     def _result(self) -> np.ndarray:
         """Also with one move changed, each: what no price would choose, but a gap in the budget may."""
-        every = self._every_choice()
-        if every is not None:
-            return every[undominated(self.compiled.evaluate(every), num_levels=len(every))]
         _, found = self._worth_having()
         variants = [found.codes, self.greedy]
         for code in (KEEP, *self.moves.ways[0]):
@@ -236,21 +244,11 @@ class _Search:
         return np.unique(np.array(rows), axis=0)
 
 
-def _new(roots: np.ndarray, seen: set[bytes]) -> np.ndarray:
-    """Rows that were not seen before; they are now."""
-    fresh = []
-    for number, key in enumerate(map(bytes, np.packbits(roots, axis=1))):
-        if key not in seen:
-            seen.add(key)
-            fresh.append(number)
-    return roots[fresh]
-
-
 def _spaced(costs: Costs, index: np.ndarray, step: float) -> np.ndarray:
     """The undominated choices without those that hardly differ from a cheaper one."""
     most_held = costs.held.max()
     on_top, held = costs.on_top, costs.held
-    groups = (costs.offloaded > 0) * 1 + 2 * costs.shared.any(axis=1)
+    groups = costs.groups
     kept: list[int] = []
     for one in index.tolist():
         other = np.array(kept, dtype=np.int64)

@@ -34,6 +34,7 @@ from flex_trainer.planner.plan import Uniform
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.symbolic.attention import FusedAttention
 from flex_trainer.symbolic.counter import NotSymbolic, OperationCounter
+from flex_trainer.symbolic.leftovers import Leftovers
 from flex_trainer.symbolic.twin import symbolic_twin
 
 _CANNOT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -126,10 +127,9 @@ class SymbolicModel:
             for parameter in self._twin.parameters():
                 parameter.grad = None
 
-    @property
-    def mode(self) -> FakeTensorMode:
-        """That of its tensors, each of which keeps it alive."""
-        return self._mode
+    def leftovers(self) -> Leftovers:
+        """Finds out, once this is gone, whether tensors of its traces are still alive."""
+        return Leftovers(self._mode)
 
     def _fakes(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Makes fake tensors; of one that is given twice (ids that are labels too), one."""

@@ -19,6 +19,10 @@ from flex_trainer.testing.steps import ByFunction
 FORMATS = (torch.int8, torch.float8_e4m3fn)
 
 
+def taken(tensor: torch.Tensor) -> bool:
+    return QuantizedValue.shrinks(tensor) and QuantizedValue.is_finite(tensor)
+
+
 def round_trip(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return dequantize_rows(*quantize_rows(rows, dtype))
 
@@ -60,21 +64,21 @@ def test_rows_do_not_touch_each_other(dtype: torch.dtype):
 
 
 def test_what_is_taken():
-    assert all(QuantizedValue.takes(torch.ones(3, 50, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float16))
+    assert all(taken(torch.ones(3, 50, dtype=d)) for d in (torch.float32, torch.bfloat16, torch.float16))
     others = (torch.int64, torch.bool, torch.float64, torch.complex64, torch.uint8)
-    assert not any(QuantizedValue.takes(torch.ones(3, 50, dtype=dtype)) for dtype in others)
+    assert not any(taken(torch.ones(3, 50, dtype=dtype)) for dtype in others)
     whole = torch.ones(4, 6)
     # A part stands for its whole storage, as the halves of a gate-and-up product do.
-    assert all(QuantizedValue.takes(part) for part in (whole.t(), whole[1:], whole[:, :3]))
+    assert all(taken(part) for part in (whole.t(), whole[1:], whole[:, :3]))
     # Rows so short that codes and scales would take as much as the values.
-    assert not QuantizedValue.takes(torch.ones(64, 2, dtype=torch.bfloat16))
-    assert not QuantizedValue.takes(torch.tensor(1.0)) and not QuantizedValue.takes(torch.ones(0, 6))
+    assert not taken(torch.ones(64, 2, dtype=torch.bfloat16))
+    assert not taken(torch.tensor(1.0)) and not taken(torch.ones(0, 6))
     for value in (math.inf, -math.inf, math.nan):
         whole = torch.ones(4, 6)
         whole[2, 3] = value
-        assert not QuantizedValue.takes(whole)
+        assert not taken(whole)
     # As many elements as the storage has, but not the same ones: the hidden one is not finite.
-    assert not QuantizedValue.takes(torch.tensor([[1.0, math.inf]]).t().expand(2, 1)[:1].expand(2, 1))
+    assert not taken(torch.tensor([[1.0, math.inf]]).t().expand(2, 1)[:1].expand(2, 1))
 
 
 def test_rows_are_those_of_the_tensor_that_was_seen_first():

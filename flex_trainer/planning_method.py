@@ -1,19 +1,20 @@
-"""How much planning is worth: the time-optimal planner comes in once what it may save has paid for it.
+"""Which planner makes the next plan: the time-optimal one comes in once what it may save has paid for it.
 
 Algorithm 2 plans in a fraction of the time, and its plans are nearly as good. In a short run, or one that hardly
 mitigates, or one where every micro-batch has another shape, the search for better plans would take longer than they
-save. So it may spend what it is expected to have saved of the time that mitigations have added so far, and no more.
+save. So it may spend what it is expected to have saved of the time that mitigations were predicted to have added so
+far, and no more.
 """
 
 from __future__ import annotations
 
 _EXPECTED_GAIN = 0.04
-"""Share of the added time that the time-optimal planner saves over Algorithm 2; 3.3% on recorded problems."""
+"""Share of the added time that the time-optimal planner saves over Algorithm 2 (docs/benchmarks.md), rounded up."""
 _FIRST_SECONDS = 1.0
-"""A first guess of what it takes: it searches each kind of layer once."""
+"""A first guess of what it takes: it searches each kind of layer once, a quarter of a second each and more."""
 
 
-class PlanningEffort:
+class MethodChoice:
     """Chooses the method of the next plan."""
 
     def __init__(self, method: str) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from flex_trainer.effort import PlanningEffort
+from flex_trainer.planning_method import MethodChoice
 
 
 def test_what_was_asked_for_is_used_at_once() -> None:
     for method in ("optimal", "bandwidth", "largest_first"):
-        assert PlanningEffort(method).method == method
+        assert MethodChoice(method).method == method
 
 
 def test_optimal_comes_in_once_it_pays() -> None:
-    effort = PlanningEffort("auto")
+    effort = MethodChoice("auto")
     assert effort.method == "bandwidth"
     effort.note_run(24.9)  # of which 4% are under the second that it takes at first
     assert effort.method == "bandwidth"
@@ -20,7 +20,7 @@ def test_optimal_comes_in_once_it_pays() -> None:
 
 
 def test_optimal_spends_no_more_than_it_is_expected_to_save() -> None:
-    effort = PlanningEffort("auto")
+    effort = MethodChoice("auto")
     spent = added = 0.0
     for number in range(400):
         effort.note_run(0.5)
