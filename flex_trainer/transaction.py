@@ -8,7 +8,8 @@
     micro-batch 3    goes on; who called sees three losses, and the weights of a run in which nothing failed
 
 Copied are random streams, buffers and plain attributes of modules and of the trainer; not gradients: that all of them
-were None when the step began is what makes it possible. A step that cannot be taken back ends with the original error, and a note that says why.
+were None when the step began is what makes it possible. A step that cannot be taken back ends with the original error,
+and a note that says why.
 """
 
 from __future__ import annotations
