@@ -1,9 +1,9 @@
 """The mitigation planner: which operator of which layer gives its activations up, and how.
 
-Three methods: "optimal" (planner/optimal.py: least added time, and Algorithm 2 beside it unless the bound leaves
-nothing to find), and Algorithm 2 of BaGuaLu-2 (planner/greedy.py) in two orders, "bandwidth" and "largest_first". All
-obey the same cost rules (cost/evaluate.py) and the same memory timeline (cost/timeline.py), and what they return is
-checked on those.
+Three methods: "optimal" (planner/optimal.py: least added time; Algorithm 2 is asked beside it, so its plans are never
+worse), and Algorithm 2 of BaGuaLu-2 (planner/greedy.py) in two orders, "bandwidth" and "largest_first". All obey the
+same cost rules (cost/evaluate.py) and the same memory timeline (cost/timeline.py), and what they return is checked on
+those.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from flex_trainer.planner.greedy import GreedyMethod
 from flex_trainer.planner.optimal import OptimalMethod
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
-
-_CLOSE = 0.001
-"""A plan that adds at most this share more than the bound is taken as it is."""
 
 
 class MitigationPlanner:
@@ -79,17 +76,13 @@ class MitigationPlanner:
         if started.fits or not self._allowed:
             return started
         plans: list[Plan] = []
-        is_greedy_asked = True
         if self._method == "optimal":
-            found = tables.optimal.choose(available_bytes, gradients, fixed)
-            plans.append(self._plan(tables, found.choices, available_bytes, gradients, demand))
-            # That method looks at choices worth having, layer by layer, and may miss one that matters for the whole:
-            # so Algorithm 2 is asked too, and its plan taken where it is better. Not where the plan is so close to the
-            # bound that there is next to nothing to find: in a deep model, mostly.
-            is_greedy_asked = found.seconds > (1 + _CLOSE) * found.bound_seconds
-        if is_greedy_asked:
-            for chosen in tables.greedy.choose(start, available_bytes, gradients, fixed):
-                plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
+            chosen = tables.optimal.choose(available_bytes, gradients, fixed)
+            plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
+        # The optimal method looks at choices worth having, layer by layer, and may miss one that matters for the whole:
+        # so Algorithm 2 is asked too, and its plan taken where it is better.
+        for chosen in tables.greedy.choose(start, available_bytes, gradients, fixed):
+            plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
         return min(plans, key=lambda plan: (not plan.fits, plan.added_seconds if plan.fits else plan.peak_bytes))
 
     def uniform(self, everywhere: Strategy, gradients: GradientBytes | None = None) -> Plan:

@@ -65,19 +65,6 @@ _WIDTHS = (
 )
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A plan, and how good it is known to be."""
-
-    choices: list[Choice]
-    """By segment."""
-    seconds: float
-    """Added; infinite where nothing fits."""
-    bound_seconds: float
-    """Of the linear relaxation, over the choices and the ways of offload and sharing that were looked at last: no plan
-    made of those adds less."""
-
-
 class OptimalMethod:
     """The time-optimal planner on one graph."""
 
@@ -87,8 +74,11 @@ class OptimalMethod:
         self._choices: dict[tuple[int, bytes], Choices] = {}
         self._width = next(width for width in _WIDTHS if len(costs.segments) - 1 <= width.num_layers)
 
-    def choose(self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]) -> Solution:
-        """The plan that adds least seconds of those found; the least demanding one where nothing fits."""
+    def choose(
+        self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]
+    ) -> list[Choice]:
+        """Choices by segment: those that add least seconds of what is found; the least demanding ones where nothing
+        fits."""
         keys = [self._key(index, fixed) for index in range(len(self._costs.segments))]
         classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         class_of = [classes[key] for key in keys]
@@ -98,8 +88,7 @@ class OptimalMethod:
         found = self._solve(trials, math.inf)
         if found is None:
             plans = [self._chosen(trial, trial.problem.least(), choices, keys, class_of) for trial in trials]
-            least = min(plans, key=lambda plan: self._costs.timeline(plan, gradients).peak().num_bytes)
-            return Solution(least, math.inf, 0.0)
+            return min(plans, key=lambda plan: self._costs.timeline(plan, gradients).peak().num_bytes)
         for _ in range(self._width.num_refinements):
             # Where there are few segments, one choice is a large step: look closely around the ones taken.
             used = [set() for _ in choices]
@@ -109,13 +98,11 @@ class OptimalMethod:
                 with_neighbours(*self._question(key), one, np.array(sorted(rows)))
                 for key, one, rows in zip(classes, choices, used, strict=True)
             ]
-            closer_trials = self._trials(closer, class_of, caps)
-            better = self._solve(closer_trials, found[1].seconds)
+            better = self._solve(self._trials(closer, class_of, caps), found[1].seconds)
             if better is None:
                 break
-            found, choices, trials = better, closer, closer_trials
-        bound_seconds = min(float(trial.problem.bounds.min()) for trial in trials)
-        return Solution(self._chosen(*found, choices, keys, class_of), found[1].seconds, bound_seconds)
+            found, choices = better, closer
+        return self._chosen(*found, choices, keys, class_of)
 
     def _trials(self, choices: list[Choices], class_of: list[int], caps: np.ndarray) -> list[_Trial]:
         """One problem for each way to settle what ties the segments together."""
