@@ -10,19 +10,20 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from flex_trainer.activations.trace import Trace, Work
+from flex_trainer.activations.trace import Work
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.process_memory import return_freed_memory
 from flex_trainer.snapshot import RandomStreams
-from flex_trainer.symbolic.forward import SymbolicModel
-from flex_trainer.symbolic.leftovers import TraceLeftBehindError
+from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
+from flex_trainer.symbolic.leftovers import Leftovers
 
 _LOG = logging.getLogger(__name__)
 _PROBE_SIZE = 512
@@ -63,43 +64,50 @@ class Forecast:
         ):
             return 0.0
         started = time.perf_counter()
-        try:
-            forward = self._trace(args, kwargs, shape.has_padding)
-        except TraceLeftBehindError:
-            raise
-        except Exception as error:  # a user's forward may fail in any way on tensors without data; said, not hidden
-            self.refusal = f"{type(error).__name__}: {error}"
-            _LOG.warning(
-                "Activation sizes of %s are learnt from real micro-batches, since it cannot be traced on shapes "
-                "alone (%s)",
-                type(self._model).__name__,
-                self.refusal,
-            )
-            return time.perf_counter() - started
-        finally:
-            if self._device.type == "cpu":
-                return_freed_memory()  # of the twin: resident memory is what the micro-batch starts from
-        trace, routed_rows = forward
-        self.has_traced = True
-        profile.observe(shape, trace, routed_rows)
+        forward = self._trace(args, kwargs, shape.has_padding)
+        if forward is not None:
+            self.has_traced = True
+            profile.observe(shape, forward.trace, forward.routed_rows)
         return time.perf_counter() - started
 
-    def _trace(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_padding: bool
-    ) -> tuple[Trace, Mapping[str, int]]:
-        # A new twin each time (they are rare): training flags, frozen parameters and adapters may have changed.
+    def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_padding: bool) -> SymbolicForward | None:
+        """A trace with estimated times; None where it is refused."""
         streams = RandomStreams(self._device)
+        symbolic: SymbolicModel | None = None
+        leftovers: Leftovers | None = None
+        forward: SymbolicForward | None = None
         try:
+            # A new twin each time (they are rare): training flags, frozen parameters and adapters may have changed.
             symbolic = SymbolicModel(self._model, self._device, has_fused_attention=self._device.type == "cuda")
             leftovers = symbolic.leftovers()
             forward = symbolic.trace(args, kwargs, has_padding=has_padding)
-            del symbolic
+            forward.set_seconds(self._seconds_of)
+        except Exception as error:  # a user's forward may fail in any way on tensors without data; said, not hidden
+            self._refuse(error)
         finally:
+            symbolic = None
             streams.restore()
-            gc.collect()  # the twin is full of reference cycles, as any module with bound methods put on it
-        leftovers.check()
-        forward.set_seconds(self._seconds_of)
-        return forward.trace, forward.routed_rows
+            # What is left of the twin: copies of its weights that an autocast around this forward keeps, and reference
+            # cycles, as in any module with bound methods put on it.
+            torch.clear_autocast_cache()
+            gc.collect()
+            if self._device.type == "cpu":
+                return_freed_memory()  # resident memory is what the micro-batch starts from
+        if leftovers is not None:
+            leftovers.check()
+        return forward
+
+    def _refuse(self, error: Exception) -> None:
+        self.refusal = f"{type(error).__name__}: {error}"
+        _LOG.warning(
+            "Activation sizes of %s are learnt from real micro-batches, since it cannot be traced on shapes alone (%s)",
+            type(self._model).__name__,
+            self.refusal,
+        )
+        failed: BaseException | None = error
+        while failed is not None:  # its frames hold the twin's tensors
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__ or failed.__context__
 
     def _seconds_of(self, work: Work) -> float:
         """A first guess at an operator's time, until a real run has measured it."""

@@ -20,8 +20,7 @@ class Gradients:
                 layer_of.setdefault(parameter, operator.site.layer)
         self._layers: dict[int, list[tuple[nn.Parameter, int]]] = defaultdict(list)
         for parameter in model.parameters():
-            num_bytes = parameter.numel() * parameter.element_size()
-            self._layers[layer_of.get(parameter, -1)].append((parameter, num_bytes))
+            self._layers[layer_of.get(parameter, -1)].append((parameter, parameter.numel()))
 
     def now(self) -> GradientBytes:
         """Gradient bytes that do not exist yet, and the largest one of each layer that does."""
@@ -29,9 +28,10 @@ class Gradients:
         temporary: dict[int, int] = {}
         for layer, parameters in self._layers.items():
             pending_bytes = temporary_bytes = 0
-            for parameter, num_bytes in parameters:  # thousands, before every micro-batch
+            for parameter, num_elements in parameters:  # thousands, before every micro-batch
                 if not parameter.requires_grad:
                     continue
+                num_bytes = num_elements * parameter.element_size()
                 if parameter.grad is None:
                     pending_bytes += num_bytes
                 elif num_bytes > temporary_bytes:

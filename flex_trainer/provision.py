@@ -212,7 +212,9 @@ class Provisioner:
         if plan is None:
             # Now that sizes are known, see what the model would have said of the run that has just been measured.
             plan = self._plans.uniform(micro_batch.shape, self._most_effective(), micro_batch.gradients)
-        self._correction.observe(plan, above_bytes, is_peak_exact, micro_batch.available_bytes)
+        # More held than predicted (values that were not finite are not quantised, say) is no transient.
+        excess_bytes = max(micro_batch.actual_bytes - plan.predicted_bytes, 0)
+        self._correction.observe(plan, above_bytes - excess_bytes, is_peak_exact, micro_batch.available_bytes)
 
     def forget(self, micro_batch: MicroBatch) -> None:
         """The micro-batch had no backward and its values are gone."""

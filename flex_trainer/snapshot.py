@@ -6,6 +6,7 @@ Each class captures when it is made and puts back on `restore`, which may be cal
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from numbers import Number
@@ -18,6 +19,7 @@ from torch import nn
 _NOT_STATE = frozenset(vars(nn.Module()))
 _MAX_ITEMS = 4096
 _MAX_COPIED_ELEMENTS = 1
+_SMALL_BYTES = 64 * 1024
 
 
 class RandomStreams:
@@ -39,49 +41,74 @@ class RandomStreams:
 
 
 class ModuleValues:
-    """Buffers of modules, and what else is plain in their attributes (a counter, the longest sequence seen, a random
-    generator).
+    """Buffers of modules, training flags, which submodules there are and which parameters are trained, and what else is
+    plain in their attributes (a counter, the longest sequence seen, a random generator).
 
     Args:
         modules: whose values.
-        earlier: what was captured before: copies of buffers that have not changed since are shared with it.
+        earlier: what was captured before: copies of large buffers that have not changed since are shared with it.
     """
 
     def __init__(self, modules: Iterable[nn.Module], earlier: ModuleValues | None = None) -> None:
         known = {} if earlier is None else earlier._copies
         self._modules = [
-            (module, dict(module._buffers), Bookkeeping(module, _NOT_STATE, removes_new=True)) for module in modules
+            (
+                module,
+                module.training,
+                dict(module._modules),
+                dict(module._buffers),
+                Bookkeeping(module, _NOT_STATE, removes_new=True),
+            )
+            for module in modules
+        ]
+        self._trained = [
+            (parameter, parameter.requires_grad)
+            for module, *_ in self._modules
+            for parameter in module._parameters.values()
+            if parameter is not None
         ]
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # buffer, version, value
-        for _, buffers, _ in self._modules:
+        for _, _, _, buffers, _ in self._modules:
             for buffer in buffers.values():
-                if buffer is None or buffer.is_inference():
+                if buffer is None or buffer.is_inference() or _overlaps_itself(buffer):
                     continue
                 found = known.get(id(buffer))
-                if found is not None and found[0] is buffer and found[1] == buffer._version:
+                # Batch norm, and people who write through .data, move no version: small buffers are copied each time.
+                is_small = buffer.numel() * buffer.element_size() <= _SMALL_BYTES
+                if found is not None and found[0] is buffer and found[1] == buffer._version and not is_small:
                     self._copies[id(buffer)] = found
                 else:
                     self._copies[id(buffer)] = buffer, buffer._version, buffer.detach().clone()
 
     def restore(self) -> None:
-        for module, buffers, values in self._modules:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for module, is_training, children, buffers, values in self._modules:
+            module.training = is_training
+            for bound, names in ((module._modules, children), (module._buffers, buffers)):
+                bound.clear()
+                bound.update(names)
             values.restore()
+        for parameter, is_trained in self._trained:
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
         with torch.no_grad():
             for buffer, version, value in self._copies.values():
-                if buffer._version != version:
+                if buffer._version != version or buffer.numel() * buffer.element_size() <= _SMALL_BYTES:
                     buffer.copy_(value)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory, as in an expanded tensor: nothing can be written into it."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 class Bookkeeping:
     """Counters and lists of plain values in the attributes of an object, such as the metrics that a trainer collects in
     its `compute_loss`.
 
-    Numbers, strings, random generators, tensors without a graph, and containers of these. Which tensor an attribute or
-    a container holds is put back, its values only where it is an attribute of a single element (a sum of losses, say):
-    larger ones may be anything, and copies of them would cost memory. A container with anything else in it, or with
-    more than 4,096 items, is left alone. Containers are put back in place: who else has them sees the same.
+    Numbers, strings, random generators, tensors of a single element without a graph (a sum of losses, say), and
+    containers of these. Larger tensors may be anything, and what keeps them costs memory: which one an attribute holds
+    is put back if it is still alive, what is in it is not. A container with anything else in it, or with more than
+    4,096 items, is left alone. Containers are put back in place: who else has them sees the same.
 
     Args:
         owner: whose attributes.
@@ -92,6 +119,7 @@ class Bookkeeping:
     def __init__(self, owner: Any, excluded: frozenset[str] = frozenset(), *, removes_new: bool = False) -> None:
         self._owner = owner
         self._bound: dict[str, Any] = {}
+        self._large: dict[str, weakref.ref[torch.Tensor]] = {}
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._streams: list[tuple[Any, Any]] = []
@@ -102,10 +130,11 @@ class Bookkeeping:
             if _is_scalar(value):
                 self._bound[name] = value
             elif isinstance(value, torch.Tensor):
-                if type(value) is torch.Tensor and value.grad_fn is None and not value.is_inference():
+                if _is_small_tensor(value):
                     self._bound[name] = value
-                    if value.numel() <= _MAX_COPIED_ELEMENTS:
-                        self._tensors.append((value, value._version, value.clone()))
+                    self._tensors.append((value, value._version, value.clone()))
+                else:
+                    self._large[name] = weakref.ref(value)
             elif isinstance(value, torch.Generator):
                 self._bound[name] = value
                 self._streams.append((value.set_state, value.get_state()))
@@ -122,6 +151,10 @@ class Bookkeeping:
             for name in attributes.keys() - self._names:
                 del attributes[name]
         attributes.update(self._bound)
+        for name, large in self._large.items():
+            tensor = large()
+            if tensor is not None:
+                attributes[name] = tensor
         for put_back, state in self._streams:
             put_back(state)
         for tensor, version, value in self._tensors:
@@ -150,6 +183,11 @@ def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, Number | str)
 
 
+def _is_small_tensor(value: Any) -> bool:
+    is_leaf = type(value) is torch.Tensor and value.grad_fn is None and not value.is_inference()
+    return is_leaf and value.numel() <= _MAX_COPIED_ELEMENTS
+
+
 def _is_plain(container: Any, seen: set[int]) -> bool:
     """Whether a container holds plain values only, however deep; one that contains itself does not."""
     if id(container) in seen or len(container) > _MAX_ITEMS:
@@ -157,8 +195,6 @@ def _is_plain(container: Any, seen: set[int]) -> bool:
     seen = {*seen, id(container)}
     items = container.values() if isinstance(container, dict) else container
     return all(
-        _is_scalar(item)
-        or (isinstance(item, torch.Tensor) and item.grad_fn is None)
-        or (type(item) in _CONTAINERS and _is_plain(item, seen))
+        _is_scalar(item) or _is_small_tensor(item) or (type(item) in _CONTAINERS and _is_plain(item, seen))
         for item in items
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from tests.fake_meter import BASE_BYTES, with_fake_meter
 KEPT: list[torch.Tensor] = []
 
 
-def run(*, trace: bool, leaks: bool) -> FlexRuntime:
-    """Two steps of a model that may keep its hidden states in a list of this file."""
+def run(*, trace: bool, leaks: bool, looks_at_data: bool = False, autocast: bool = False) -> FlexRuntime:
+    """Two steps of a model that may keep its hidden states in a list of this file, and may look at them."""
     model: Any = tiny_model("llama", num_hidden_layers=1)
     layer = model.model.layers[0].mlp
     if leaks:
@@ -26,6 +27,8 @@ def run(*, trace: bool, leaks: bool) -> FlexRuntime:
         class Keeping(kind):
             def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
                 KEPT.append(hidden_states.detach())
+                if looks_at_data and float(hidden_states.detach().sum()) > 1e30:
+                    hidden_states = hidden_states * 2
                 return super().forward(hidden_states)
 
         layer.__class__ = Keeping
@@ -34,7 +37,8 @@ def run(*, trace: bool, leaks: bool) -> FlexRuntime:
     runtime.attach(model)
     try:
         for _ in range(2):
-            loss = model(**tiny_batch(model, 2, 24)).loss
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(**tiny_batch(model, 2, 24)).loss
             with runtime.backward():
                 loss.backward()
     finally:
@@ -49,9 +53,40 @@ def nothing_kept() -> None:
 
 def test_tensors_of_a_trace_that_outlive_it_are_an_error_that_says_what_to_do() -> None:
     with pytest.raises(
-        TraceLeftBehindError, match=r"keeps tensors outside of its module \(of \d+ .*\(2, 24, .*trace=false"
+        TraceLeftBehindError, match=r"keeps tensors outside of its module.* of shapes \(2, 24, .*trace=false"
     ):
         run(trace=True, leaks=True)
+
+
+def test_also_those_of_a_trace_that_was_refused() -> None:
+    with pytest.raises(TraceLeftBehindError, match=r"without data on trial"):
+        run(trace=True, leaks=True, looks_at_data=True)
+
+
+def test_copies_of_weights_that_an_outer_autocast_keeps_are_no_such_thing() -> None:
+    assert [record.is_profile for record in run(trace=True, leaks=False, autocast=True).records] == [False, False]
+
+
+def test_what_hangs_on_the_copy_itself_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = tiny_model("llama", num_hidden_layers=1)
+    layer = model.model.layers[0].mlp
+
+    class Caching(type(layer)):
+        @functools.lru_cache  # noqa: B019 - keeps every module it was asked for, as people write it
+        def scale(self, size: int) -> torch.Tensor:
+            return torch.ones(size)
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states * self.scale(hidden_states.shape[-1]))
+
+    layer.__class__ = Caching
+    runtime = FlexRuntime(FlexConfig(BASE_BYTES + 50_000_000))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    model(**tiny_batch(model, 2, 24)).loss.backward()
+    runtime.detach()
+    assert "left some of them behind" in caplog.text
+    Caching.scale.cache_clear()
 
 
 def test_without_traces_such_a_model_trains() -> None:

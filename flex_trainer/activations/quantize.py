@@ -50,8 +50,13 @@ class QuantizedValue:
     def is_finite(tensor: torch.Tensor) -> bool:
         """Whether its storage is finite all over, also where this view does not reach: other views of it are read from
         the same codes."""
-        num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        return bool(torch.isfinite(tensor.detach().as_strided((num_elements,), (1,), 0)).all())
+        return bool(torch.isfinite(_all_elements(tensor)).all())
+
+    @staticmethod
+    def has_infinity(tensor: torch.Tensor) -> bool:
+        """Whether it holds infinities as a mask does: beside numbers, and no NaN, which tells of an accident."""
+        values = _all_elements(tensor)
+        return bool(torch.isinf(values).any()) and not bool(torch.isnan(values).any())
 
     def read(self) -> torch.Tensor:
         if self._value is None:
@@ -89,6 +94,12 @@ def _rows(tensor: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
     num_rows = _layout_of(tensor, layout).num_rows(num_bytes)
     row_elements = num_bytes // tensor.element_size() // num_rows
     return tensor.detach().as_strided((num_rows, row_elements), (row_elements, 1), 0)
+
+
+def _all_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Those of the tensor's storage, as a vector."""
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((num_elements,), (1,), 0)
 
 
 def _layout_of(tensor: torch.Tensor, layout: Layout | None) -> Layout:

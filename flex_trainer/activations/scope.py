@@ -342,7 +342,7 @@ class Scope:
             if QuantizedValue.is_finite(tensor):
                 stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger, value.layout)
             else:
-                value.has_infinity = True
+                value.has_infinity = QuantizedValue.has_infinity(tensor)
         self._clock.pause(start)
         if stored is not None:
             entry.stored = weakref.ref(stored)

@@ -57,6 +57,11 @@ class Structure:
         )
 
     @property
+    def is_traced(self) -> bool:
+        """Whether a trace on shapes has told what it is like."""
+        return not self._forward_transients.is_empty
+
+    @property
     def longest(self) -> int:
         """The longest sequence seen."""
         return max((length for _, length in self.seen), default=0)
@@ -81,11 +86,7 @@ class Structure:
         is_news = trace.is_symbolic or not self._expects(sample)
         if is_news:
             self._learn(sample)
-        if any(value.has_infinity and not known for value, known in zip(trace.values, self._has_infinity, strict=True)):
-            self._has_infinity = [
-                known or value.has_infinity for known, value in zip(self._has_infinity, trace.values, strict=True)
-            ]
-            is_news = True
+        is_news |= self._learn_infinities(trace)
         self.seen.add((shape.batch_size, shape.sequence_length))
         for experts, num_rows in routed_rows.items():
             rate = num_rows / max(shape.num_tokens, 1)
@@ -110,7 +111,7 @@ class Structure:
             ],
             output_bytes=self._output_scaling.predict(*at).tolist(),
             forward_transient_bytes=(
-                unknown if self._forward_transients.is_empty else self._forward_transients.predict(shape.num_tokens)
+                unknown if not self.is_traced else self._forward_transients.predict(shape.num_tokens)
             ),
             backward_transient_bytes=(
                 unknown if self._backward_transients.is_empty else self._backward_transients.predict(shape.num_tokens)
@@ -135,7 +136,7 @@ class Structure:
             "values": [vars(value) for value in self._values],
             "seconds_per_unit": self._seconds_per_unit,
             "is_timed": self._is_timed,
-            "has_infinity": self._has_infinity,
+            "has_infinity": self._has_infinity if self.is_traced else [False] * len(self._values),
             "samples": self._samples,
             "seen": sorted(self.seen),
             "rows_per_token": self.rows_per_token,
@@ -185,6 +186,17 @@ class Structure:
             self._forward_transients.observe(batch_size * sequence_length, sample["forward"])
             self._backward_transients.observe(batch_size * sequence_length, sample["backward"])
             self._gradient_bytes = sample["gradients"]
+
+    def _learn_infinities(self, trace: Trace) -> bool:
+        """A trace on shapes follows where infinities are written. In a real run they may be an accident, so that counts
+        only where there is no such trace. Returns whether there was news."""
+        if self.is_traced and not trace.is_symbolic:
+            return False
+        pairs = zip(self._has_infinity, trace.values, strict=True)
+        has_infinity = [known or value.has_infinity for known, value in pairs]
+        is_news = has_infinity != self._has_infinity
+        self._has_infinity = has_infinity
+        return is_news
 
     def _expects(self, sample: Mapping[str, Any]) -> bool:
         """Whether these sizes teach nothing: just as predicted, or, at a shape seen before, no larger."""

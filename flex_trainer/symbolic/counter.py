@@ -16,8 +16,13 @@ from flex_trainer.activations.trace import Work
 from flex_trainer.errors import UserError
 
 _INFINITY = (float("inf"), float("-inf"))
-_CARRIES_INFINITY = {"clone", "_to_copy", "copy_", "add", "add_", "where", "masked_fill", "cat", "index", "repeat"}
+_CARRIES_INFINITY = frozenset(
+    {"clone", "_to_copy", "copy_", "add", "add_", "sub", "mul", "neg", "where", "masked_fill", "triu", "tril", "cat"}
+    | {"stack", "index", "index_select", "gather", "repeat", "constant_pad_nd"}
+)
 """Operations of whose infinite inputs the result has some. Others are taken to end them, as softmax does."""
+_READS_INFINITY = ("clamp", "nan_to_num", "norm")
+"""Operations with these in their names are given infinities as bounds and kinds, and write none."""
 _DEVICE = torch.ops.prim.device.default
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
@@ -114,15 +119,17 @@ class OperationCounter(TorchDispatchMode):
             return
         self._known.add(key)
         self.live_bytes += num_bytes
-        weakref.finalize(storage, self._died, key, num_bytes)
+        weakref.finalize(storage, _note_death, weakref.ref(self), key, num_bytes)
 
     def holds_infinity(self, tensor: torch.Tensor) -> bool:
         """Whether infinities were written into the tensor's storage, as into a mask."""
         return _key(tensor) in self._infinite
 
     def _follow_infinity(self, func: Any, leaves: list[Any], inputs: dict[int, Any], outputs: list[Any]) -> None:
-        is_written = any(type(leaf) is float and leaf in _INFINITY for leaf in leaves)
-        if is_written or (not self._infinite.isdisjoint(inputs) and func._overloadpacket.__name__ in _CARRIES_INFINITY):
+        name = func._overloadpacket.__name__
+        is_given = any(type(leaf) is float and leaf in _INFINITY for leaf in leaves)
+        is_written = is_given and not any(part in name for part in _READS_INFINITY)
+        if is_written or (name in _CARRIES_INFINITY and not self._infinite.isdisjoint(inputs)):
             self._infinite.update(_key(leaf) for leaf in outputs if leaf.is_floating_point())
 
     def _died(self, key: int, num_bytes: int) -> None:
@@ -131,8 +138,15 @@ class OperationCounter(TorchDispatchMode):
         self.live_bytes -= num_bytes
 
 
+def _note_death(counter: weakref.ref[OperationCounter], key: int, num_bytes: int) -> None:
+    """A storage is gone. It does not keep the counter alive, and with it the twin, for as long as it lives."""
+    alive = counter()
+    if alive is not None:
+        alive._died(key, num_bytes)
+
+
 def _leaves(args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments of an operation, which are nested in lists and tuples only."""
+    """Arguments or results of an operation, which are nested in lists and tuples only."""
     found: list[Any] = []
     for item in (*args, *kwargs.values()):
         if isinstance(item, (list, tuple)):

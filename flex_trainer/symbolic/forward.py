@@ -129,7 +129,7 @@ class SymbolicModel:
 
     def leftovers(self) -> Leftovers:
         """Finds out, once this is gone, whether tensors of its traces are still alive."""
-        return Leftovers(self._mode)
+        return Leftovers(self._mode, self._twin)
 
     def _fakes(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Makes fake tensors; of one that is given twice (ids that are labels too), one."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flex_trainer.activations.layout import Layout
-from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
+from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace, Work
 from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
@@ -73,22 +73,46 @@ def test_knows_a_shape_once_its_sizes_are_certain() -> None:
     assert held(profile, 2, 50) == saved(2, 50)
 
 
-def test_what_holds_infinities_is_not_quantised_also_after_a_file(tmp_path: Path) -> None:
+def with_rows(b: int, s: int, *, is_symbolic: bool, has_mask: bool) -> Trace:
+    """Values in rows of 8 numbers; one of them may hold infinities."""
+    made = trace(b, s)
+    made.is_symbolic = is_symbolic
+    for call in made.calls:
+        call.work = Work() if is_symbolic else None
+    for value in made.values:
+        value.layout = Layout((value.num_bytes // 32, 8), (8, 1), torch.float32)
+    made.values[2].has_infinity = has_mask
+    return made
+
+
+def num_quantised(profile: Profile) -> int:
+    values = [value for segment in profile.graph(shape(2, 20)).segments for value in segment.values]
+    assert len(values) == 5
+    return sum(value.num_rows > 0 for value in values)
+
+
+def test_what_a_trace_saw_infinities_in_is_not_quantised_also_after_a_file(tmp_path: Path) -> None:
     profile = Profile()
-    first, second = trace(2, 20), trace(3, 31)
-    for one in (first, second):
-        for value in one.values:
-            value.layout = Layout((value.num_bytes // 32, 8), (8, 1), torch.float32)
-    profile.observe(shape(2, 20), first, {})
-    second.values[2].has_infinity = True  # its mask, say: seen only when it was to be quantised
-    profile.observe(shape(3, 31), second, {})
+    profile.observe(shape(2, 20), with_rows(2, 20, is_symbolic=True, has_mask=True), {})
+    profile.observe(shape(3, 31), with_rows(3, 31, is_symbolic=False, has_mask=False), {})
     profile.save(tmp_path / "profile.json", "model")
-    for known in (profile, Profile.load(tmp_path / "profile.json", "model")):
-        rows = [value.num_rows for segment in known.graph(shape(2, 20)).segments for value in segment.values]
-        assert sorted(rows) == sorted([2 * 20, 2 * 20, 0, 2 * 2 * 20, 2 * 2 * 20 * 2])
-    version = profile.version
-    profile.observe(shape(3, 31), second, {})
-    assert profile.version == version
+    assert num_quantised(profile) == num_quantised(Profile.load(tmp_path / "profile.json", "model")) == 4
+
+
+def test_infinities_of_a_real_run_count_only_where_nothing_was_traced_and_for_this_run(tmp_path: Path) -> None:
+    profile = Profile()
+    profile.observe(shape(2, 20), with_rows(2, 20, is_symbolic=True, has_mask=False), {})
+    profile.observe(shape(2, 20), with_rows(2, 20, is_symbolic=False, has_mask=True), {})
+    assert num_quantised(profile) == 5
+    untraced = Profile()
+    untraced.observe(shape(2, 20), with_rows(2, 20, is_symbolic=False, has_mask=False), {})
+    version = untraced.version
+    for _ in range(2):
+        untraced.observe(shape(2, 20), with_rows(2, 20, is_symbolic=False, has_mask=True), {})
+        assert untraced.version == version + 1
+    untraced.save(tmp_path / "profile.json", "model")
+    assert num_quantised(untraced) == 4
+    assert num_quantised(Profile.load(tmp_path / "profile.json", "model")) == 5
 
 
 def test_a_batch_of_one_row_is_another_kind() -> None:

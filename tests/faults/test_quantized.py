@@ -13,9 +13,12 @@ from torch import nn
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.quantize import QuantizedValue
 from flex_trainer.activations.scope import Scope
+from flex_trainer.config import FlexConfig
+from flex_trainer.runtime import FlexRuntime
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.steps import ByFunction, instrumented
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
+from tests.fake_meter import BASE_BYTES, with_fake_meter
 from tests.faults.live_bytes import live_bytes
 from tests.faults.outcomes import STRATEGIES, Forward, assert_same, outcome
 
@@ -275,3 +278,27 @@ def test_halves_of_odd_width_are_right(width: int) -> None:
     with scope.open():
         got = gradient(scope.run)
     assert float((got - plain).norm()) < 0.02 * float(plain.norm())
+
+
+def test_one_micro_batch_that_is_not_finite_does_not_end_quantising() -> None:
+    model = tiny_model("mixtral")
+    runtime = FlexRuntime(FlexConfig(BASE_BYTES + 1_500_000, ("quantize",)))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    freed = []
+    try:
+        for number in range(4):
+            weight = model.get_input_embeddings().weight
+            kept = weight.detach().clone()
+            if number == 2:
+                weight.data.fill_(math.nan)
+            loss = model(**tiny_batch(model, 2, 64)).loss
+            with runtime.backward():
+                loss.backward()
+            weight.data.copy_(kept)
+            model.zero_grad(set_to_none=False)
+            freed.append(runtime.records[-1].freed_bytes["quantize"])
+    finally:
+        runtime.detach()
+    assert freed[2] == 0 and freed[1] > 0
+    assert freed[3] >= freed[1]

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Scope
-from flex_trainer.activations.trace import Trace
+from flex_trainer.activations.trace import Trace, Work
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.planner.plan import Uniform
 from flex_trainer.strategy import Strategy
-from flex_trainer.symbolic.counter import NotSymbolic
+from flex_trainer.symbolic.counter import NotSymbolic, OperationCounter
 from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
 from flex_trainer.testing.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -205,3 +206,23 @@ def test_transients_are_what_is_alive_on_top() -> None:
     # Around it, the residual stream's gradient is alive too.
     least = 4 * (32 * d_out + 32 * d_in + d_in * d_out)
     assert least <= call.work.backward_transient_bytes <= least + 4 * 32 * d_out * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "holds_infinity"),
+    [
+        (lambda x: torch.full((4, 4), -torch.inf).triu(1) + x, True),
+        (lambda x: x.masked_fill(x > 0, -torch.inf) * 0.5, True),
+        (lambda x: torch.where(x > 0, x, torch.inf).to(torch.bfloat16), True),
+        (lambda x: x.masked_fill(x > 0, -torch.inf).softmax(-1), False),
+        (lambda x: x.clamp(max=torch.inf), False),
+        (lambda x: x.nan_to_num(posinf=torch.inf), False),
+        (lambda x: x * x.norm(torch.inf), False),
+        (lambda x: x + 1.0, False),
+    ],
+)
+def test_infinities_are_followed_from_where_they_are_written(make: Any, holds_infinity: bool) -> None:
+    work = Work()
+    counter = OperationCounter(lambda: work, lambda: False, lambda: 0, has_padding=False)
+    with FakeTensorMode(), counter:
+        assert counter.holds_infinity(make(torch.empty(4, 4))) is holds_infinity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import torch
@@ -61,14 +62,53 @@ def test_what_modules_hold_comes_back() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_copies_of_unchanged_buffers_are_shared() -> None:
-    module = nn.BatchNorm1d(2)
+def test_copies_of_large_unchanged_buffers_are_shared() -> None:
+    module = nn.Module()
+    for name in ("still", "written"):
+        module.register_buffer(name, torch.zeros(20_000))
     first = ModuleValues([module])
-    assert module.num_batches_tracked is not None
-    module.num_batches_tracked += 1
+    module.get_buffer("written").add_(1)
     second = ModuleValues([module], first)
     copies = [
         {name: saved._copies[id(buffer)][2] for name, buffer in module.named_buffers()} for saved in (first, second)
     ]
-    assert copies[0]["running_mean"] is copies[1]["running_mean"]
-    assert [int(one["num_batches_tracked"]) for one in copies] == [0, 1]
+    assert copies[0]["still"] is copies[1]["still"]
+    assert [float(one["written"].sum()) for one in copies] == [0.0, 20_000.0]
+
+
+def test_statistics_of_batch_norm_come_back() -> None:
+    """It moves no version of theirs."""
+    module = nn.BatchNorm1d(2)
+    first = ModuleValues([module])
+    module(torch.randn(8, 2))
+    second = ModuleValues([module], first)
+    means = module.running_mean.clone()
+    module(torch.randn(8, 2))
+    second.restore()
+    assert torch.equal(module.running_mean, means) and not torch.equal(means, torch.zeros(2))
+    first.restore()
+    assert torch.equal(module.running_mean, torch.zeros(2))
+
+
+def test_flags_and_submodules_come_back() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    module.register_buffer("expanded", torch.zeros(1).expand(4))  # nothing can be written into it
+    inner, dropout = module[0], module[1]
+    saved = ModuleValues(module.modules())
+    module.eval()
+    inner.weight.requires_grad_(False)
+    module[1] = nn.Identity()
+    saved.restore()
+    assert module[1] is dropout and dropout.training and module.training and inner.weight.requires_grad
+
+
+def test_activations_that_a_module_keeps_are_not_kept_longer() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.last = torch.ones(3)
+    module.history = [torch.ones(3)]
+    last, item = weakref.ref(module.last), weakref.ref(module.history[0])
+    saved = ModuleValues([module])
+    module.last, module.history = torch.ones(4), []
+    assert last() is None and item() is None
+    saved.restore()
+    assert module.last.shape == (4,)
