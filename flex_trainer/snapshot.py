@@ -83,9 +83,10 @@ class ModuleValues:
     def restore(self) -> None:
         for module, is_training, children, buffers, values in self._modules:
             module.training = is_training
-            for bound, names in ((module._modules, children), (module._buffers, buffers)):
-                bound.clear()
-                bound.update(names)
+            module._modules.clear()
+            module._modules.update(children)
+            module._buffers.clear()
+            module._buffers.update(buffers)
             values.restore()
         for parameter, is_trained in self._trained:
             if parameter.requires_grad != is_trained:

@@ -281,7 +281,7 @@ def test_halves_of_odd_width_are_right(width: int) -> None:
 
 
 def test_one_micro_batch_that_is_not_finite_does_not_end_quantising() -> None:
-    model = tiny_model("mixtral")
+    model: Any = tiny_model("mixtral")
     runtime = FlexRuntime(FlexConfig(BASE_BYTES + 1_500_000, ("quantize",)))
     with_fake_meter(runtime)
     runtime.attach(model)

@@ -78,7 +78,7 @@ def test_copies_of_large_unchanged_buffers_are_shared() -> None:
 
 def test_statistics_of_batch_norm_come_back() -> None:
     """It moves no version of theirs."""
-    module = nn.BatchNorm1d(2)
+    module: Any = nn.BatchNorm1d(2)
     first = ModuleValues([module])
     module(torch.randn(8, 2))
     second = ModuleValues([module], first)
@@ -91,7 +91,7 @@ def test_statistics_of_batch_norm_come_back() -> None:
 
 
 def test_flags_and_submodules_come_back() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     module.register_buffer("expanded", torch.zeros(1).expand(4))  # nothing can be written into it
     inner, dropout = module[0], module[1]
     saved = ModuleValues(module.modules())
