@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CompiledSegment, Costs
+from flex_trainer.cost.compiled import CODES, CompiledSegment, Costs
 from flex_trainer.cost.evaluate import SegmentCost, evaluate
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.roofline import Rates
@@ -30,7 +30,8 @@ class Changes:
 class GraphCosts:
     """Costs of choices in one graph, under one machine's rates."""
 
-    def __init__(self, graph: ActivationGraph, rates: Rates) -> None:
+    def __init__(self, graph: ActivationGraph, rates: Rates, allowed: Sequence[Strategy]) -> None:
+        self._allowed = (Strategy.KEEP, *allowed)
         self.segments = graph.segments
         self.shared_bytes = graph.shared_bytes
         self.rates = rates
@@ -39,7 +40,11 @@ class GraphCosts:
         self._gradients: dict[object, np.ndarray] = {}
         self._memo: dict[tuple[int, Choice], SegmentCost] = {}
         self._rows: dict[tuple[int, Choice], tuple[Costs, int]] = {}  # computed, and not asked for yet
-        self._changes: dict[tuple[int, Choice, tuple[int, ...]], Changes] = {}
+        self._changes: dict[tuple[int, Choice], Changes] = {}
+
+        # What keeping everything and each strategy everywhere cost is always asked.
+        for number, segment in enumerate(self.classes.segments):
+            self._evaluate_and_remember(number, [uniform_choice(segment, strategy) for strategy in self._allowed])
 
     def cost(self, segment: int, choice: Choice) -> SegmentCost:
         """Cost of one segment."""
@@ -54,16 +59,18 @@ class GraphCosts:
             self._memo[key] = cost
         return cost
 
-    def changes(self, number: int, choice: Choice, codes: tuple[int, ...]) -> Changes:
-        """What each single change of a choice, to one of some codes, frees and adds in a segment of a class."""
-        found = self._changes.get((number, choice, codes))
+    def changes(self, number: int, choice: Choice) -> Changes:
+        """What each single change of a choice, to keep or another allowed strategy, frees and adds in a segment of a
+        class."""
+        found = self._changes.get((number, choice))
         if found is None:
             allows = self.compiled[number].structure.allows
+            codes = [CODES.index(strategy) for strategy in self._allowed]
             of = [(operator, code) for operator in range(len(choice)) for code in codes if allows[operator, code]]
             choices = [choice, *(changed(choice, operator, code) for operator, code in of)]
             costs = self._evaluate_and_remember(number, choices)
             found = Changes(of, costs.held[0] - costs.held[1:], costs.seconds[1:] - costs.seconds[0])
-            self._changes[number, choice, codes] = found
+            self._changes[number, choice] = found
         return found
 
     def transient_bytes(self, segment: int, choice: Choice) -> int:
@@ -74,13 +81,6 @@ class GraphCosts:
     def remember(self, number: int, choice: Choice, cost: SegmentCost) -> None:
         """A cost of a class that was computed elsewhere."""
         self._memo[number, choice] = cost
-
-    def remember_uniform(self, strategies: Sequence[Strategy]) -> None:
-        """Compute what keeping everything and each strategy everywhere cost, all at once."""
-        for number, segment in enumerate(self.classes.segments):
-            self._evaluate_and_remember(
-                number, [uniform_choice(segment, strategy) for strategy in (Strategy.KEEP, *strategies)]
-            )
 
     def _evaluate_and_remember(self, number: int, choices: Sequence[Choice]) -> Costs:
         codes = np.frombuffer(b"".join(choices), dtype=np.uint8).reshape(len(choices), -1)

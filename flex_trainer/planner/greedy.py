@@ -60,18 +60,22 @@ class _Candidates:
 
     costs: GraphCosts
     codes: tuple[int, ...]
+    """Of the mitigations that may be used."""
     largest_first: bool
 
     def of(self, group: _Group, first_segment: int) -> list[_Candidate]:
         """All single changes of a group that free bytes."""
-        changes = self.costs.changes(group.number, group.choice, self.codes)
+        changes = self.costs.changes(group.number, group.choice)
         scores = changes.freed_bytes
         if not self.largest_first:
             scores = scores / np.maximum(changes.added_seconds, EPSILON_SECONDS)
         return [
             _Candidate(-float(scores[row]), first_segment, operator, code, group)
             for row, (operator, code) in enumerate(changes.of)
-            if scores[row] > 0 and group.free[operator] and group.choice[operator] not in (RECOMPUTE, code)
+            if scores[row] > 0
+            and code in self.codes
+            and group.free[operator]
+            and group.choice[operator] not in (RECOMPUTE, code)
         ]
 
 
@@ -282,9 +286,9 @@ def _take_back(state: _State, costs: GraphCosts, available_bytes: int) -> None:
     heap: list[_Candidate] = []
 
     def push(group: _Group) -> None:
-        undone = costs.changes(group.number, group.choice, (KEEP,))
-        for (operator, code), added_seconds in zip(undone.of, undone.added_seconds.tolist(), strict=True):
-            if group.free[operator] and group.choice[operator] != code and added_seconds < 0:
+        changes = costs.changes(group.number, group.choice)
+        for (operator, code), added_seconds in zip(changes.of, changes.added_seconds.tolist(), strict=True):
+            if code == KEEP and group.free[operator] and group.choice[operator] != KEEP and added_seconds < 0:
                 heapq.heappush(heap, _Candidate(added_seconds, state.members[group][0], operator, code, group))
 
     for group in list(state.members):

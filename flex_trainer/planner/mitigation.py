@@ -97,8 +97,7 @@ class MitigationPlanner:
         key = () if gradients is None else tuple(gradients.share(segment) for segment in self._graph.segments)
         tables = self._tables.get(key)
         if tables is None:
-            costs = GraphCosts(with_gradients(self._graph, gradients), self._rates)
-            costs.remember_uniform(self._allowed)
+            costs = GraphCosts(with_gradients(self._graph, gradients), self._rates, self._allowed)
             tables = self._tables[key] = _Tables(costs, self._allowed, self._method == "largest_first")
         return tables
 
