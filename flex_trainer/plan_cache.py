@@ -35,7 +35,8 @@ class PlanCache:
     def __init__(
         self, config: FlexConfig, profile: Profile, correction: Correction, offloading: OffloadService
     ) -> None:
-        self._config = config
+        self._all_strategies = tuple(Strategy(name) for name in config.strategies)
+        self._without_offload = tuple(one for one in self._all_strategies if one is not Strategy.OFFLOAD)
         self._profile = profile
         self._correction = correction
         self._offloading = offloading
@@ -49,8 +50,7 @@ class PlanCache:
     @property
     def strategies(self) -> tuple[Strategy, ...]:
         """The mitigations that may be used now."""
-        names = [name for name in self._config.strategies if name != "offload" or self._offloading.is_available]
-        return tuple(Strategy(name) for name in names)
+        return self._all_strategies if self._offloading.is_available else self._without_offload
 
     def plan(self, shape: BatchShape, available_bytes: int, gradients: GradientBytes) -> Plan:
         """The plan of a micro-batch of a shape that the profile knows."""
