@@ -239,6 +239,7 @@ class _SegmentPart:
                 programme.at_least(live, ({recompute: 1.0}, 1.0))
                 if operator.site.is_block:
                     unpaid = sum(operators[i].seconds for i in unpaid_operators(operators, index, max(savers)))
+            unpaid = min(unpaid, operator.seconds)
             programme.cost[live] += rates.replay_overhead_seconds + operator.seconds - unpaid
             programme.cost[output] += unpaid
             for value in operator.inputs:

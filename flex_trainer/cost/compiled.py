@@ -233,7 +233,7 @@ class CompiledSegment:
         self._bytes = np.array([value.num_bytes for value in segment.values], dtype=np.float64)
         seconds = np.array([operator.seconds for operator in segment.operators], dtype=np.float64)
         self._replay_seconds = rates.replay_overhead_seconds + seconds
-        self._unpaid_seconds = structure.unpaid @ seconds
+        self._unpaid_seconds = np.minimum(structure.unpaid @ seconds, seconds)
         factor, sizes = rates.transient_factor, self._bytes[:, None]
         transients = [*backward_transients(segment), *forward_transients(segment)]
         self._on_top = factor * np.array([-np.inf if size is None else size for size in transients], dtype=np.float64)

@@ -159,7 +159,8 @@ def _replay_seconds(segment: Segment, replays: _Replays, rates: Rates) -> float:
         seconds += rates.replay_overhead_seconds + operator.seconds
         if operator.site.is_block and region not in replays.output_is_needed:
             unpaid = unpaid_operators(segment.operators, region, replays.last_saver[region])
-            seconds -= sum(segment.operators[index].seconds for index in unpaid)
+            # Times are measured one by one: those inside may come out longer than the block's.
+            seconds -= min(sum(segment.operators[index].seconds for index in unpaid), operator.seconds)
     return seconds
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flex_trainer.config import METHODS
-from flex_trainer.cost.graph import ActivationGraph
+from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.roofline import Rates
-from flex_trainer.cost.timeline import GradientBytes, Peak, with_gradients
+from flex_trainer.cost.timeline import GradientBytes, Peak, Timeline, with_gradients
 from flex_trainer.planner.choice import Choice, choice_of, strategies_of, uniform_choice
 from flex_trainer.planner.graph_costs import GraphCosts
 from flex_trainer.planner.greedy import GreedyMethod
@@ -71,27 +71,25 @@ class MitigationPlanner:
         costs = tables.costs
         kept = [bytes(len(segment.operators)) for segment in costs.segments]
         start = [choice_of(segment, fixed) for segment in costs.segments] if fixed else kept
-        demand = costs.timeline(kept, gradients).peak()
-        started = self._plan(tables, start, available_bytes, gradients, demand)
-        if started.fits or not self._allowed:
-            return started
-        plans: list[Plan] = []
-        if self._method == "optimal":
-            chosen = tables.optimal.choose(available_bytes, gradients, fixed)
-            plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
-        # The optimal method looks at choices worth having, layer by layer, and may miss one that matters for the whole:
-        # so Algorithm 2 is asked too, and its plan taken where it is better.
-        for chosen in tables.greedy.choose(start, available_bytes, gradients, fixed):
-            plans.append(self._plan(tables, chosen, available_bytes, gradients, demand))
-        return min(plans, key=lambda plan: (not plan.fits, plan.added_seconds if plan.fits else plan.peak_bytes))
+        best = _Weighed.of(tables, start, gradients)
+        if best.peak.num_bytes > available_bytes and self._allowed:
+            found: list[list[Choice]] = []
+            if self._method == "optimal":
+                found.append(tables.optimal.choose(available_bytes, gradients, fixed))
+            # The optimal method looks at choices worth having, layer by layer, and may miss one that matters for the
+            # whole: so Algorithm 2 is asked too, and its plan taken where it is better.
+            found += tables.greedy.choose(start, available_bytes, gradients, fixed)
+            weighed = [_Weighed.of(tables, choices, gradients) for choices in found]
+            best = min(weighed, key=lambda one: one.rank(available_bytes))
+        return best.plan(tables, available_bytes, costs.timeline(kept, gradients).peak())
 
     def uniform(self, everywhere: Strategy, gradients: GradientBytes | None = None) -> Plan:
         """What one strategy for everything costs: the plan of a micro-batch that is run to measure."""
         tables = self._tables_for(gradients)
-        costs = tables.costs
-        chosen = [uniform_choice(segment, everywhere) for segment in costs.segments]
-        demand = costs.timeline([bytes(len(choice)) for choice in chosen], gradients).peak()
-        return self._plan(tables, chosen, costs.timeline(chosen, gradients).peak().num_bytes, gradients, demand)
+        segments = tables.costs.segments
+        weighed = _Weighed.of(tables, [uniform_choice(segment, everywhere) for segment in segments], gradients)
+        kept = [bytes(len(segment.operators)) for segment in segments]
+        return weighed.plan(tables, weighed.peak.num_bytes, tables.costs.timeline(kept, gradients).peak())
 
     def _tables_for(self, gradients: GradientBytes | None) -> _Tables:
         key = () if gradients is None else tuple(gradients.share(segment) for segment in self._graph.segments)
@@ -101,37 +99,55 @@ class MitigationPlanner:
             tables = self._tables[key] = _Tables(costs, self._allowed, self._method == "largest_first")
         return tables
 
-    def _plan(
-        self,
-        tables: _Tables,
-        chosen: Sequence[Choice],
-        available_bytes: int,
-        gradients: GradientBytes | None,
-        demand: Peak,
-    ) -> Plan:
+
+@dataclass(frozen=True)
+class _Weighed:
+    """Choices by segment, with what they cost."""
+
+    choices: Sequence[Choice]
+    timeline: Timeline
+    peak: Peak
+    added_seconds: float
+
+    @classmethod
+    def of(cls, tables: _Tables, choices: Sequence[Choice], gradients: GradientBytes | None) -> _Weighed:
         costs = tables.costs
-        strategies = {
-            costs.segments[index].operators[operator].site.name: strategy
-            for index, choice in enumerate(chosen)
-            for operator, strategy in strategies_of(choice).items()
-        }
         if tables.has_repeats:
             # A module that runs twice has one strategy: what it costs is what that one costs in both places.
-            chosen = [choice_of(segment, strategies) for segment in costs.segments]
-        timeline = costs.timeline(chosen, gradients)
-        peak = timeline.peak()
+            strategies = _by_site(costs.segments, choices)
+            choices = [choice_of(segment, strategies) for segment in costs.segments]
+        timeline = costs.timeline(choices, gradients)
+        return cls(choices, timeline, timeline.peak(), costs.added_seconds(choices))
+
+    def rank(self, available_bytes: int) -> tuple[bool, float]:
+        """Lower is better: the cheapest of those that fit, else the least demanding one."""
+        fits = self.peak.num_bytes <= available_bytes
+        return not fits, self.added_seconds if fits else self.peak.num_bytes
+
+    def plan(self, tables: _Tables, available_bytes: int, demand: Peak) -> Plan:
+        """As a plan; `demand` is the peak with everything kept."""
+        costs, segment = tables.costs, self.peak.segment
         return Plan(
-            strategies=strategies,
-            predicted_bytes=peak.held_bytes,
-            peak_bytes=peak.num_bytes,
-            transient_bytes=costs.transient_bytes(peak.segment, chosen[peak.segment]) if chosen else 0,
+            strategies=_by_site(costs.segments, self.choices),
+            predicted_bytes=self.peak.held_bytes,
+            peak_bytes=self.peak.num_bytes,
+            transient_bytes=costs.transient_bytes(segment, self.choices[segment]) if self.choices else 0,
             demand_bytes=demand.held_bytes,
             demand_peak_bytes=demand.num_bytes,
-            added_seconds=costs.added_seconds(chosen),
+            added_seconds=self.added_seconds,
             minimum_bytes=tables.minimum_bytes,
-            held_by_layer=tuple(timeline.stacked().tolist()),
-            fits=peak.num_bytes <= available_bytes,
+            held_by_layer=tuple(self.timeline.stacked().tolist()),
+            fits=self.peak.num_bytes <= available_bytes,
         )
+
+
+def _by_site(segments: Sequence[Segment], choices: Sequence[Choice]) -> dict[str, Strategy]:
+    """The mitigations, by site name."""
+    return {
+        segment.operators[operator].site.name: strategy
+        for segment, choice in zip(segments, choices, strict=True)
+        for operator, strategy in strategies_of(choice).items()
+    }
 
 
 class _Tables:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.scope import Scope
+from flex_trainer.cost.compiled import CompiledSegment
 from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
 from flex_trainer.cost.profile import Profile
@@ -80,6 +82,20 @@ def test_a_recomputed_block_overrides_the_operators_inside() -> None:
     both = evaluate(layer(*operators, values=values), {0: RECOMPUTE, 1: OFFLOAD}, Rates())
     assert alone == both
     assert alone.held_bytes == 10
+
+
+def test_a_replay_never_saves_time() -> None:
+    """Times are measured one by one, and those inside may come out longer than the block's."""
+    segment = layer(
+        norm("mlp", 0, kind="mlp", seconds=0.5),
+        norm("a", 0, parent=0, seconds=0.1),
+        norm("b", 1, parent=0, seconds=0.7),
+        values=(Value(-1, 100, ()), Value(1, 1000, (1,)), Value(2, 500, ())),
+    )
+    cost = evaluate(segment, {0: RECOMPUTE}, Rates())
+    assert cost.added_seconds == pytest.approx(Rates().replay_overhead_seconds)
+    compiled = CompiledSegment(segment, Rates()).evaluate(np.array([[1, 0, 0]]))
+    assert compiled.seconds[0] == pytest.approx(cost.added_seconds)
 
 
 def test_a_router_is_never_replayed() -> None:
