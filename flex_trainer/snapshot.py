@@ -73,9 +73,7 @@ class ModuleValues:
                 if buffer is None or buffer.is_inference() or _overlaps_itself(buffer):
                     continue
                 found = known.get(id(buffer))
-                # Batch norm, and people who write through .data, move no version: small buffers are copied each time.
-                is_small = buffer.numel() * buffer.element_size() <= _SMALL_BYTES
-                if found is not None and found[0] is buffer and found[1] == buffer._version and not is_small:
+                if found is not None and found[0] is buffer and not _may_have_changed(buffer, found[1]):
                     self._copies[id(buffer)] = found
                 else:
                     self._copies[id(buffer)] = buffer, buffer._version, buffer.detach().clone()
@@ -93,8 +91,13 @@ class ModuleValues:
                 parameter.requires_grad_(is_trained)
         with torch.no_grad():
             for buffer, version, value in self._copies.values():
-                if buffer._version != version or buffer.numel() * buffer.element_size() <= _SMALL_BYTES:
+                if _may_have_changed(buffer, version):
                     buffer.copy_(value)
+
+
+def _may_have_changed(buffer: torch.Tensor, version: int) -> bool:
+    """Batch norm, and people who write through `.data`, move no version: a small buffer may always have changed."""
+    return buffer._version != version or buffer.numel() * buffer.element_size() <= _SMALL_BYTES
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

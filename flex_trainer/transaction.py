@@ -252,7 +252,7 @@ def _copied(value: Any) -> Any:
             if isinstance(item, (list, tuple, MutableMapping)):
                 new[key] = _copied(item)
         return new
-    return copy.copy(value) if isinstance(value, list) else value
+    return copy.copy(value) if isinstance(value, list) else value  # a list of a kind of its own
 
 
 class _Step:

@@ -8,7 +8,10 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +21,12 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.delenv("FLEX_TRACEBACK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Equal means equal: deterministic sums on one thread."""
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)

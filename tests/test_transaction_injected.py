@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,9 @@ NUM_STEPS = 2
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
+def small_in_flight(deterministic: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Copies on their way may hold 16 MiB or more, all of this model; make it a part of it, as it is elsewhere.
     monkeypatch.setattr("flex_trainer.config._LEAST_IN_FLIGHT_BYTES", 2**17)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Counting(Trainer):

@@ -114,7 +114,7 @@ class Structure:
                 unknown if not self.is_traced else self._forward_transients.predict(shape.num_tokens)
             ),
             backward_transient_bytes=(
-                unknown if self._backward_transients.is_empty else self._backward_transients.predict(shape.num_tokens)
+                unknown if not self.is_traced else self._backward_transients.predict(shape.num_tokens)
             ),
             gradient_bytes=self._gradient_bytes,
             value_bytes=self._value_scaling.predict(*at).tolist(),

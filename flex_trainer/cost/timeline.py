@@ -156,12 +156,12 @@ class Timeline:
         held = np.where(is_new, cost.held_bytes, self._held)
         offloaded = np.where(is_new, cost.offloaded_bytes, self._offloaded)
         on_top = np.where(is_new, cost.on_top_bytes, self._on_top)
-        heights = self._heights(_stacked(held), offloaded, on_top, users)
+        heights = self._heights(_stacked(held), offloaded, on_top, users) + self.gradients
         return np.maximum(heights.max(axis=1), self._pending_bytes + held[:, -1])
 
     def peak(self) -> Peak:
         """The highest point as things are."""
-        heights = self._heights(_stacked(self._held), self._offloaded, self._on_top, self._shared_users)
+        heights = self.heights(self._on_top) + self.gradients
         segment = int(heights.argmax())
         return Peak(max(int(heights[segment]), self.end_bytes), self.held_bytes, segment)
 
@@ -177,7 +177,7 @@ class Timeline:
 
     def heights(self, on_top: np.ndarray) -> np.ndarray:
         """Bytes there while each segment runs and needs so much on top of the stack; gradients left out."""
-        return self._heights(_stacked(self._held), self._offloaded, on_top, self._shared_users) - self.gradients
+        return self._heights(_stacked(self._held), self._offloaded, on_top, self._shared_users)
 
     def stacked(self) -> np.ndarray:
         """Bytes held once each segment has run forward."""
@@ -188,7 +188,7 @@ class Timeline:
     def _heights(self, stacked: np.ndarray, offloaded: np.ndarray, on_top: np.ndarray, users: np.ndarray) -> np.ndarray:
         # While backward is in one layer, values of the layers below are on their way up, as many as are allowed.
         in_flight = np.minimum(offloaded.cumsum(axis=-1), self._in_flight_bytes)
-        return stacked + self._shared(users)[..., None] + on_top + in_flight + self.gradients
+        return stacked + self._shared(users)[..., None] + on_top + in_flight
 
     def _shared(self, users: np.ndarray) -> np.ndarray:
         """Bytes of the values outside of the layers that some layer's replay needs."""
