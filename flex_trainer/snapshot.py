@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-_NOT_STATE = frozenset(vars(nn.Module()))
+NOT_STATE = frozenset({*vars(nn.Module()), "forward"})
+"""Names in every module that are not what its forward keeps; `forward` is bound where a module is managed."""
 _MAX_ITEMS = 4096
 _MAX_COPIED_ELEMENTS = 1
 _SMALL_BYTES = 64 * 1024
@@ -57,7 +58,7 @@ class ModuleValues:
                 module.training,
                 dict(module._modules),
                 dict(module._buffers),
-                Bookkeeping(module, _NOT_STATE, removes_new=True),
+                Bookkeeping(module, NOT_STATE, removes_new=True),
             )
             for module in modules
         ]

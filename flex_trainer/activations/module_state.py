@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flex_trainer.snapshot import NOT_STATE
+
 _ANY_VERSION = -1
 """In place of a version that the first run itself has moved."""
 _SCALARS = frozenset({type(None), bool, int, float, complex, str})
@@ -29,7 +31,6 @@ _MOST_ITEMS = 4096
 _MOST_DEPTH = 4
 _MOST_COPIED_BYTES = 64 * 1024
 """Larger tensors are not copied before the first run."""
-_NOT_STATE = frozenset({*vars(nn.Module()), "forward"})
 
 
 class ModuleState:
@@ -93,7 +94,7 @@ class _Part:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._is_training = module.training
-        self._attributes = {name: _Value(value) for name, value in vars(module).items() if name not in _NOT_STATE}
+        self._attributes = {name: _Value(value) for name, value in vars(module).items() if name not in NOT_STATE}
         self._buffers = {name: _Value(value) for name, value in module._buffers.items()}
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
 
@@ -101,7 +102,7 @@ class _Part:
         """Give the module the values of the first run."""
         module, attributes = self.module, vars(self.module)
         module.training = self._is_training
-        for key in attributes.keys() - _NOT_STATE - self._attributes.keys():
+        for key in attributes.keys() - NOT_STATE - self._attributes.keys():
             del attributes[key]
         for key in module._buffers.keys() - self._buffers.keys():
             del module._buffers[key]
@@ -176,14 +177,14 @@ class _Bindings:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._is_training = module.training
-        self._attributes = {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
+        self._attributes = {name: value for name, value in vars(module).items() if name not in NOT_STATE}
         self._buffers = dict(module._buffers)
         self._unsaved = set(module._non_persistent_buffers_set)
 
     def bind(self) -> None:
         module, attributes = self._module, vars(self._module)
         module.training = self._is_training
-        for key in attributes.keys() - _NOT_STATE - self._attributes.keys():
+        for key in attributes.keys() - NOT_STATE - self._attributes.keys():
             del attributes[key]
         attributes.update(self._attributes)
         module._buffers.clear()
