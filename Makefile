@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 test: lint pytest
 
 pytest: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

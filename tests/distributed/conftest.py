@@ -1,0 +1,29 @@
+"""Ranks shared by all multi-process tests of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flex_trainer.testing.ranks import RankPool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run all of them in one worker, where tests are spread over several: ranks are expensive to start."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    with RankPool(4, timeout_s=240.0) as pool:
+        yield pool
