@@ -66,10 +66,7 @@ class RankPool:
         answers, failures = self._collect(timeout_s or self.timeout_s, function)
         if failures:
             self.close()
-            lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-            raise RankError(
-                f"{function} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(lines), failures
-            )
+            raise RankError(function, self.world_size, failures)
         return [answers[rank] for rank in range(self.world_size)]
 
     def _collect(self, timeout_s: float, function: str) -> tuple[dict[int, Any], dict[int, str]]:
@@ -142,9 +139,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
