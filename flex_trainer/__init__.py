@@ -1,13 +1,16 @@
 """FlexTrainer: Mixture-of-Experts training that stays inside its memory limit.
 
 The names below are imported on first use, so that `import flex_trainer` (and the command line's `--help`) does not pay
-for torch and transformers.
+for torch and transformers. What it does at once: `ep_implementation="flex"` is registered with transformers (as soon as
+that is imported).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from flex_trainer.experts.registration import register
 
 if TYPE_CHECKING:
     from flex_trainer.config import FlexConfig
@@ -36,6 +39,8 @@ __all__ = [
     "MicroBatchRecord",
     "__version__",
 ]
+
+register()
 
 
 def __getattr__(name: str) -> object:

@@ -7,6 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
+# Puts the local parts in place of a module's sharded parameters for as long as a context lasts. Private in transformers
+# 5.24; goes when torch modules take local parameters by themselves.
+from transformers.distributed.parallel_utils import _use_local_dtensor_params as local_parameters
+
 # The grouped product with bias and layout handled. Private in transformers 5.24; goes when it is exported.
 from transformers.integrations.moe import _grouped_linear as grouped_linear
 
@@ -14,7 +18,7 @@ from transformers.integrations.moe import _grouped_linear as grouped_linear
 from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
 from transformers.utils import import_utils
 
-__all__ = ["DecoderLayer", "as_if_real", "grouped_linear", "release_pinned_cache"]
+__all__ = ["DecoderLayer", "as_if_real", "grouped_linear", "local_parameters", "release_pinned_cache"]
 
 
 @contextmanager

@@ -1,0 +1,88 @@
+"""FlexEP: how the experts of a layer get their tokens under `DistributedConfig(ep_implementation="flex")`.
+
+    router's choice -> counts to all ranks -> layout
+        dispatch    each token once to each rank that owns any of its experts
+        experts     this rank's experts on all it has received, weighted and summed per row
+        combine     one row back for each that came; the sender sums them
+
+transformers' own `all_to_all` sends a copy of the token for each of its experts, both ways and in backward again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.expert_parallel import EPImplementation
+
+from flex_trainer.experts.exchange import combine, dispatch
+from flex_trainer.experts.layout import Layout, Outgoing
+from flex_trainer.experts.local import run_local_experts
+from flex_trainer.experts.operators import Operators, Plainly
+from flex_trainer.experts.transport import AllToAll, Transport
+
+_ATTRIBUTE = "_flex_ep"
+
+
+class FlexEP(EPImplementation):
+    """Dispatch, local experts and combine of one experts module. transformers makes one for each.
+
+    The ranks of a tensor-parallel group hold the same tokens: each sends its share of them, and the results are
+    gathered.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.operators: Operators = Plainly()
+        """Who manages the activations of this layer puts itself here."""
+        self.transport: Transport = AllToAll(ep_mesh.get_group())
+        self._experts = experts
+        self._num_ranks: int = ep_mesh.size()
+        self._first_expert: int = ep_mesh.get_local_rank() * self.num_local_experts
+        setattr(experts, _ATTRIBUTE, self)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted output of the experts (N, D) for tokens (N, D), global expert ids and weights (N, K)."""
+        if self.tp_mesh.size() == 1:
+            return self._run(hidden_states, top_k_index, top_k_weights)
+        shares = [self._share(tensor) for tensor in (hidden_states, top_k_index, top_k_weights)]
+        return self._gathered(self._run(*shares), hidden_states)
+
+    def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        operators = self.operators
+        outgoing = Outgoing.of(top_k_index, self.num_local_experts, self._num_ranks)
+        layout = Layout.of(outgoing, self.transport.exchange(outgoing.header(operators.wish())))
+        operators.arrived(layout)
+        experts = functools.partial(
+            run_local_experts, self._experts, self.experts_forward, self._first_expert, layout, operators.run
+        )
+
+        def parallel(hidden_states: torch.Tensor, top_k_weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            send = functools.partial(dispatch, self.transport, layout)
+            received = operators.run("dispatch", send, hidden_states, top_k_weights, ids)
+            return operators.run("experts", experts, *received)
+
+        rows = operators.run("parallel", parallel, hidden_states, top_k_weights, top_k_index)
+        return operators.run("combine", functools.partial(combine, self.transport, layout), rows)
+
+    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the rows that its tensor-parallel group holds."""
+        whole = DTensor.from_local(tensor, self.tp_mesh, [Replicate()], run_check=False)
+        return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+
+    def _gathered(self, output: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """All rows from the shares of the group."""
+        shape, stride = like.shape, (like.shape[1], 1)
+        shares = DTensor.from_local(output.contiguous(), self.tp_mesh, [Shard(0)], shape=shape, stride=stride)
+        return shares.full_tensor()
+
+
+def flex_ep_of(module: Any) -> FlexEP | None:
+    """The FlexEP of an experts module, if it has one."""
+    return cast("FlexEP | None", vars(module).get(_ATTRIBUTE))

@@ -1,0 +1,114 @@
+"""Which rows go where: computed from the router's choice on the sender, from exchanged counts on both sides.
+
+A token goes once to each rank that owns any of its experts, whatever the number of its experts there. With E experts in
+equal, contiguous shares on R ranks, rank r owns experts r E/R to (r + 1) E/R - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a rank says of replaying this layer's dispatch in backward, before it knows what it will receive."""
+
+    wants: bool = False
+    """It has planned to, if all do."""
+    would: bool = False
+    """It would rather, the next time."""
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What this rank will send of one layer; nothing here waits for the device."""
+
+    top_k_index: torch.Tensor
+    """(N, K), global expert ids."""
+    goes_to: torch.Tensor
+    """(R, N), bool: whether a token goes to a rank."""
+    expert_counts: torch.Tensor
+    """(R, E/R), int64: pairs of a token and an expert, by the expert's owner."""
+
+    @classmethod
+    def of(cls, top_k_index: torch.Tensor, num_local_experts: int, num_ranks: int) -> Outgoing:
+        """
+        Args:
+            top_k_index: (N, K), global expert ids, each in [0, E).
+        """
+        num_tokens = top_k_index.size(0)
+        device = top_k_index.device
+        experts = top_k_index.long()
+        owners = experts // num_local_experts
+        tokens = torch.arange(num_tokens, device=device).unsqueeze(1)
+        goes_to = torch.zeros(num_ranks * num_tokens, dtype=torch.bool, device=device)
+        goes_to[(owners * num_tokens + tokens).reshape(-1)] = True
+        flat = experts.reshape(-1)
+        counts = torch.zeros(num_ranks * num_local_experts, dtype=torch.int64, device=device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        return cls(experts, goes_to.view(num_ranks, num_tokens), counts.view(num_ranks, num_local_experts))
+
+    def header(self, wish: Wish) -> torch.Tensor:
+        """What every rank is told before the rows: (R, E/R + 3), int64; pairs by expert, rows, the two wishes."""
+        num_rows = self.goes_to.sum(dim=1, dtype=torch.int64)
+        wishes = num_rows.new_tensor([wish.wants, wish.would]).expand(len(num_rows), 2)
+        return torch.cat([self.expert_counts, num_rows.unsqueeze(1), wishes], dim=1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows sent and received by one rank in one layer.
+
+    N tokens of this rank, K experts of each; S rows sent, M rows received, P pairs of a received row and an expert of
+    this rank: M <= P <= K M.
+    """
+
+    num_tokens: int
+    num_top_k: int
+    num_local_experts: int
+    sent_sizes: tuple[int, ...]
+    """Rows for each rank, S in all."""
+    received_sizes: tuple[int, ...]
+    """Rows from each rank, M in all."""
+    num_pairs: int
+    sent_tokens: torch.Tensor
+    """(S,), int64: the token of each row, in the order of ranks, then tokens."""
+    expert_counts: torch.Tensor
+    """(E/R,), int64: pairs of each expert of this rank."""
+    is_replay_agreed: bool
+    """All ranks want the dispatch to be replayed in backward."""
+    would_all_replay: bool
+    """All would have agreed, had they planned for it."""
+
+    @property
+    def num_received(self) -> int:
+        return sum(self.received_sizes)
+
+    @classmethod
+    def of(cls, outgoing: Outgoing, header: torch.Tensor) -> Layout:
+        """Both sides of the exchange. Waits for the device, once.
+
+        Args:
+            header: (R, E/R + 3), what every rank has told this one (`Outgoing.header`).
+        """
+        num_local_experts = header.size(1) - 3
+        expert_counts = header[:, :num_local_experts].sum(dim=0)
+        facts = torch.cat([outgoing.goes_to.sum(dim=1, dtype=torch.int64).unsqueeze(1), header[:, -3:]], dim=1)
+        summary = torch.cat([facts.reshape(-1), expert_counts.sum().unsqueeze(0)]).tolist()
+        num_pairs = summary.pop()
+        sent, received, wants, would = (tuple(summary[column::4]) for column in range(4))
+        sent_tokens = torch.nonzero_static(outgoing.goes_to, size=sum(sent))[:, 1]
+        return cls(
+            num_tokens=outgoing.goes_to.size(1),
+            num_top_k=outgoing.top_k_index.size(1),
+            num_local_experts=num_local_experts,
+            sent_sizes=sent,
+            received_sizes=received,
+            num_pairs=num_pairs,
+            sent_tokens=sent_tokens,
+            expert_counts=expert_counts,
+            is_replay_agreed=all(wants),
+            would_all_replay=all(map(max, wants, would)),
+        )

@@ -1,0 +1,94 @@
+"""One rank's experts on the rows it has received: cut into operators, or as a whole.
+
+    permute      rows by expert, once for each of its experts here: (M, D) -> (P, D)
+    up, activation, down                                             (P, D)
+    unpermute    weighted sum of a row's experts here:               (P, D) -> (M, D)
+
+Weights are applied and summed here and not where the token came from, so that one row goes back for each that came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flex_trainer.compat import local_parameters
+from flex_trainer.experts.grouped import GroupedProducts
+from flex_trainer.experts.layout import Layout
+from flex_trainer.experts.operators import Run
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def run_local_experts(
+    experts: Any,
+    forward: Callable[..., torch.Tensor],
+    first_expert: int,
+    layout: Layout,
+    run: Run,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum, over each row's experts on this rank, of what they make of it: (M, D).
+
+    Args:
+        experts: the experts module, with this rank's share of the weights.
+        forward: its own forward, for implementations that are not cut into operators.
+        first_expert: global id of this rank's first expert.
+        run: runs each operator.
+        rows: (M, D).
+        weights: (M, K).
+        ids: (M, K), global ids; those of other ranks' experts are passed over.
+    """
+    # Step 1: pairs of a row and an expert, sorted by expert; those of other ranks sort to the end and are cut off.
+    num_experts = layout.num_local_experts
+    local_ids = ids.reshape(-1) - first_expert
+    is_here = (local_ids >= 0) & (local_ids < num_experts)
+    sorted_ids, order = torch.sort(torch.where(is_here, local_ids, num_experts), stable=True)
+    pair_experts, order = sorted_ids[: layout.num_pairs].long(), order[: layout.num_pairs]
+    pair_rows = order // layout.num_top_k
+    pair_weights = weights.reshape(-1).index_select(0, order)
+
+    # Step 2: the operators.
+    inputs = run("permute", _permute, rows, pair_rows)
+    if experts.config._experts_implementation == "grouped_mm":
+        products = GroupedProducts(experts)
+        offsets = torch.cumsum(layout.expert_counts, dim=0, dtype=torch.int32)
+        hidden = run("up", products.up, inputs, offsets, pair_experts)
+        hidden = run("activation", products.activation, hidden)
+        outputs = run("down", products.down, hidden, offsets, pair_experts)
+    else:
+        outputs = run("product", _whole_product(experts, forward), inputs, pair_experts)
+    return run("unpermute", _unpermute, outputs, pair_weights, pair_rows, rows.size(0))
+
+
+def _permute(rows: torch.Tensor, pair_rows: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, pair_rows)
+
+
+def _unpermute(
+    outputs: torch.Tensor, pair_weights: torch.Tensor, pair_rows: torch.Tensor, num_rows: int
+) -> torch.Tensor:
+    # Half precision is summed in float32: float32 weights make the product so.
+    dtype = torch.float32 if outputs.dtype in _HALF else outputs.dtype
+    weighted = outputs * pair_weights.unsqueeze(-1).to(torch.promote_types(pair_weights.dtype, dtype))
+    total = weighted.new_zeros((num_rows, outputs.size(-1)))
+    return total.index_add(0, pair_rows, weighted).to(outputs.dtype)
+
+
+def _whole_product(experts: Any, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The module's own forward with one expert of weight 1 for each row."""
+
+    def product(inputs: torch.Tensor, pair_experts: torch.Tensor) -> torch.Tensor:
+        ids = pair_experts.unsqueeze(-1)
+        has_none = inputs.size(0) == 0
+        if has_none:  # implementations need a row; it has no part in the result, and the weights still get gradients
+            inputs, ids = inputs.new_zeros((1, inputs.size(-1))) + inputs.sum(), ids.new_zeros((1, 1))
+        with local_parameters(experts):
+            outputs = forward(inputs, ids, inputs.new_ones(ids.shape))
+        return outputs[:0] if has_none else outputs
+
+    return product

@@ -1,0 +1,50 @@
+"""The operators of an experts block, and how somebody who manages activations gets between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from flex_trainer.experts.layout import Layout, Wish
+
+
+class Run(Protocol):
+    """Runs one operator, or a block of operators, and returns its result."""
+
+    def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> Any: ...
+
+
+class Operators(Protocol):
+    """What happens around the operators of one layer's experts on several ranks.
+
+    exchange       counts and wishes to all ranks; the layout is known
+    parallel       block of the next two; replayed as a whole only where all ranks want it
+        dispatch   rows (M, D) from all ranks
+        experts    block: this rank's experts on them (permute, up, activation, down, unpermute)
+    combine        rows back, and their sum per token (N, D)
+    """
+
+    def wish(self) -> Wish:
+        """What to tell the other ranks together with the counts."""
+        ...
+
+    def arrived(self, layout: Layout) -> None:
+        """The exact counts are known; nothing of this layer's experts has run yet."""
+        ...
+
+    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run the operator or block called `name`."""
+        ...
+
+
+class Plainly:
+    """Nobody is between the operators."""
+
+    def wish(self) -> Wish:
+        return Wish()
+
+    def arrived(self, layout: Layout) -> None:
+        pass
+
+    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
