@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from torch import nn
 
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.models.discovery import ModelMap
+from flex_trainer.models.sharding import local_part, sharded_parameters, units_of, whole_bytes
 
 
 class Gradients:
     """Looks at a model's trainable parameters, by layer."""
 
     def __init__(self, model: nn.Module, model_map: ModelMap) -> None:
-        layer_of: dict[nn.Parameter, int] = {}
+        layer_of: dict[int, int] = {}
         for operator in model_map.layers:
             for parameter in operator.module.parameters():
-                layer_of.setdefault(parameter, operator.site.layer)
+                layer_of.setdefault(id(parameter), operator.site.layer)
         self._layers: dict[int, list[tuple[nn.Parameter, int]]] = defaultdict(list)
-        for parameter in model.parameters():
-            self._layers[layer_of.get(parameter, -1)].append((parameter, parameter.numel()))
+        self._sharded: dict[int, list[tuple[_Sharded, int, int]]] = defaultdict(list)
+        sharded = sharded_parameters(model) if units_of(model) else {}
+        for name, parameter in model.named_parameters():
+            layer = layer_of.get(id(parameter), -1)
+            if name in sharded:
+                one, local = _Sharded(*sharded[name]), local_part(parameter)
+                self._sharded[layer].append((one, local.numel() * local.element_size(), whole_bytes(parameter)))
+            else:
+                self._layers[layer].append((parameter, parameter.numel()))
 
     def now(self) -> GradientBytes:
         """Gradient bytes that do not exist yet, and the largest one of each layer that does."""
@@ -37,4 +46,25 @@ class Gradients:
                 elif num_bytes > temporary_bytes:
                     temporary_bytes = num_bytes
             pending[layer], temporary[layer] = pending_bytes, temporary_bytes
+        for layer, parameters in self._sharded.items():
+            for one, local_bytes, all_bytes in parameters:
+                # What is added to an existing gradient comes with the unit's gathered weights and is counted there.
+                pending[layer] = pending.get(layer, 0) + one.pending_bytes(local_bytes, all_bytes)
+            temporary.setdefault(layer, 0)
         return GradientBytes(pending, temporary)
+
+
+class _Sharded:
+    """The gradient of a parameter that FSDP2 shards: whole on every rank until it is reduced."""
+
+    def __init__(self, group: Any, parameter: Any) -> None:
+        self._group = group
+        self._parameter = parameter
+
+    def pending_bytes(self, local_bytes: int, all_bytes: int) -> int:
+        sharded = self._parameter.sharded_param
+        if not sharded.requires_grad:
+            return 0
+        if not self._group.reduce_grads:  # accumulation with gradient synchronisation off
+            return 0 if self._parameter.unsharded_accumulated_grad is not None else all_bytes
+        return local_bytes if sharded.grad is None else 0

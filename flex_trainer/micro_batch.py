@@ -8,8 +8,11 @@ import torch
 
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Choices, Scope
+from flex_trainer.cost.expected import EXCHANGE_BLOCK, EXPECTED, Expected
+from flex_trainer.cost.load import Load
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
+from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Plan
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.strategy import Site, Strategy
@@ -35,8 +38,8 @@ class MicroBatch:
     num_replans: int = 0
     gradients: GradientBytes = field(default_factory=GradientBytes)
     routed_rows: dict[str, int] = field(default_factory=dict)
-    row_factors: dict[int, float] = field(default_factory=dict)
-    """Layers that got more rows than planned: rows / planned rows."""
+    heavier: dict[int, Load] = field(default_factory=dict)
+    """Layers that got more rows than planned, where all experts are on one rank."""
     excess_bytes: int = 0
     """Held beyond what was predicted, as of the last re-plan."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -44,30 +47,44 @@ class MicroBatch:
     """Whether another micro-batch began while this one was in flight: the peak is then not its own."""
     scope: Scope | None = None
     actual_bytes: int = 0
-    _counts: list[torch.Tensor] = field(default_factory=list)
+    expected: Expected = EXPECTED
+    """What was assumed of the loads on this rank's experts."""
+    loads: dict[int, Load] = field(default_factory=dict)
+    """What they were, by layer; empty where all experts are on one rank."""
+    agreed_layers: set[int] = field(default_factory=set)
+    """Layers whose dispatch all ranks replay in backward."""
+    would_agree: bool = True
+    """Whether all ranks would have in every layer so far."""
+    _counts: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
     _worst: torch.Tensor | None = None
     _has_arrived: torch.cuda.Event | None = None
 
     def strategy(self, site: Site) -> Strategy:
+        if site.kind == EXCHANGE_BLOCK:  # what the ranks have agreed on holds, whatever plans say by now
+            return Strategy.RECOMPUTE if site.layer in self.agreed_layers else Strategy.KEEP
         return self.choices.strategy(site)
 
-    def note_routing(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
+    def note_routing(self, site: Site, routing: Routing) -> None:
         """Count the tokens of each expert, on the device."""
-        self.routed_rows[site.name] = top_k_index.numel()
-        if num_experts == 0:
-            return
-        with torch.no_grad():
-            # Not bincount: its result's size depends on the data, so on CUDA the host would wait for the router. Ids of
-            # experts on other ranks are num_experts and go to the last place.
-            ids = top_k_index.reshape(-1).long().clamp(max=num_experts)
-            counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-            self._counts.append(counts.scatter_add_(0, ids, torch.ones_like(ids))[:num_experts])
+        self.routed_rows[site.name] = routing.num_pairs
+        if routing.load is not None:
+            self.loads[site.layer] = routing.load
+            self.would_agree &= routing.would_all_replay
+            if routing.is_replay_agreed:
+                self.agreed_layers.add(site.layer)
+        counts = routing.count()
+        if counts is not None:
+            self._counts.append((counts, routing.mean_tokens))
 
     def end_forward(self) -> None:
         self.actual_bytes = self.ledger.held_bytes
         if not self._counts:
             return
-        worst = torch.stack([counts.max() / counts.float().mean().clamp(min=1e-9) for counts in self._counts]).max()
+        ratios = [
+            counts.max() / (counts.float().mean().clamp(min=1e-9) if mean is None else mean)
+            for counts, mean in self._counts
+        ]
+        worst = torch.stack(ratios).max()
         if worst.is_cuda:
             # On its way while backward runs. Asked for afterwards, it would come when all of backward has.
             self._has_arrived = arrival = torch.cuda.Event()

@@ -8,6 +8,7 @@ from typing import Any
 
 from flex_trainer.config import FlexConfig
 from flex_trainer.correction import Correction
+from flex_trainer.cost.expected import EXPECTED, Expected
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
@@ -42,7 +43,7 @@ class PlanCache:
         self._offloading = offloading
         self._method_choice = MethodChoice(config.planner)
         self._plans: dict[tuple[object, ...], tuple[str, Plan]] = {}  # with the method that made it
-        self._planners: dict[tuple[BatchShape, str], MitigationPlanner] = {}
+        self._planners: dict[tuple[BatchShape, str, Expected], MitigationPlanner] = {}
         self._made_in: tuple[object, ...] = ()
         self.num_made = 0
         """Plans that were not found in the cache."""
@@ -52,23 +53,25 @@ class PlanCache:
         """The mitigations that may be used now."""
         return self._all_strategies if self._offloading.is_available else self._without_offload
 
-    def plan(self, shape: BatchShape, available_bytes: int, gradients: GradientBytes) -> Plan:
+    def plan(
+        self, shape: BatchShape, available_bytes: int, gradients: GradientBytes, expected: Expected = EXPECTED
+    ) -> Plan:
         """The plan of a micro-batch of a shape that the profile knows."""
         state = (self._profile.version, self.strategies, self._correction.factor)
         if state != self._made_in:
             self._plans.clear()
             self._planners.clear()
             self._made_in = state
-        key = (shape, available_bytes, gradients.key)
+        key = (shape, available_bytes, gradients.key, expected)
         made_by, plan = self._plans.get(key, ("", None))
         method = self._method_choice.method
         # A plan of Algorithm 2 is made anew once better ones pay; one that adds no time cannot be bettered.
         is_outdated = plan is not None and method == "optimal" and made_by != method and plan.added_seconds > 0
         if plan is None or is_outdated:
-            planner = self._planners.get((shape, method))
+            planner = self._planners.get((shape, method, expected))
             if planner is None:
-                planner = self._planner(self._profile.graph(shape), method)
-                _put_bounded(self._planners, (shape, method), planner, _MAX_PLANNERS)
+                planner = self._planner(expected.graph(self._profile.graph(shape)), method)
+                _put_bounded(self._planners, (shape, method, expected), planner, _MAX_PLANNERS)
             plan = self._make(planner, method, available_bytes, gradients, None)
             _put_bounded(self._plans, key, (method, plan), _MAX_PLANS)
         return plan
@@ -88,9 +91,12 @@ class PlanCache:
         method = self._method_choice.method
         return self._make(self._planner(graph, method), method, available_bytes, gradients, ran)
 
-    def uniform(self, shape: BatchShape, everywhere: Strategy, gradients: GradientBytes) -> Plan:
+    def uniform(
+        self, shape: BatchShape, everywhere: Strategy, gradients: GradientBytes, expected: Expected = EXPECTED
+    ) -> Plan:
         """What one strategy for everything costs at a shape."""
-        return self._planner(self._profile.graph(shape), self._method_choice.method).uniform(everywhere, gradients)
+        graph = expected.graph(self._profile.graph(shape))
+        return self._planner(graph, self._method_choice.method).uniform(everywhere, gradients)
 
     def _planner(self, graph: ActivationGraph, method: str) -> MitigationPlanner:
         return MitigationPlanner(

@@ -18,10 +18,12 @@ from torch import nn
 
 from flex_trainer.config import AUTO_RESERVE_SHARE, FlexConfig, amount_bytes
 from flex_trainer.correction import Correction
+from flex_trainer.cost.load import at_even_load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.errors import UserError
+from flex_trainer.expert_loads import ExpertLoads, is_unexpected, known_graph
 from flex_trainer.files import check_writable
 from flex_trainer.forecast import Forecast
 from flex_trainer.gradients import Gradients
@@ -29,6 +31,8 @@ from flex_trainer.margin import SafetyMargin
 from flex_trainer.meter import MemoryMeter
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.discovery import ModelMap
+from flex_trainer.models.routing import Routing
+from flex_trainer.models.sharding import gathered_bytes, units_of
 from flex_trainer.offloading import OffloadService
 from flex_trainer.plan_cache import PlanCache
 from flex_trainer.planner.budget import BudgetAllocator
@@ -71,8 +75,10 @@ class Provisioner:
         model: nn.Module,
         model_map: ModelMap,
         earlier: Provisioner | None = None,
+        resumed_profile: Path | None = None,
     ) -> None:
-        """`earlier` managed a model before; what it has learnt stays valid if that was the same kind of model.
+        """`earlier` managed a model before; what it has learnt stays valid if that was the same kind of model. Else
+        `resumed_profile`, of the checkpoint from which training goes on, takes the place of the seed profile.
 
         Raises:
             MemoryLimitError: the limit is below what is in use before the first micro-batch, and something is to be
@@ -98,11 +104,13 @@ class Provisioner:
             self._margin, self._rounds = earlier._margin, earlier._rounds
             self._allocator = BudgetAllocator(self.num_expected_in_flight)
         else:
-            self._profile = self._seed_profile()
+            self._profile = self._seed_profile(resumed_profile)
             self._correction.start_at(self._profile.transient_factor)
             self._margin = SafetyMargin(self._profile.margin_bytes)
         self._forecast = Forecast(model, next(model.parameters()).device, config.trace)
         self._gradients = Gradients(model, model_map)
+        self._gathered_bytes = gathered_bytes(model) if units_of(model) else 0
+        self._loads = ExpertLoads()
         self._plans = PlanCache(config, self._profile, self._correction, offloading)
         self._check_start()
 
@@ -155,6 +163,7 @@ class Provisioner:
             if not plan.fits and self._config.strategies:
                 self._check_least(shape, plan, in_use_bytes, left_bytes + self.margin_bytes)
             micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes)
+            micro_batch.expected = self._loads.expected
         else:
             unknown = Uniform(self._most_effective())
             micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0))
@@ -162,7 +171,7 @@ class Provisioner:
         micro_batch.plan_seconds = time.perf_counter() - started
         return micro_batch
 
-    def revise(self, micro_batch: MicroBatch, site: Site, num_rows: int) -> None:
+    def revise(self, micro_batch: MicroBatch, site: Site, routing: Routing) -> None:
         """After a router: re-plan what has not run yet if this layer gets more rows than planned, or if more is held by
         now than was predicted. This layer's experts come first: recomputing their whole block is always possible."""
         plan = micro_batch.plan
@@ -173,14 +182,12 @@ class Provisioner:
         # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
         held_bytes = micro_batch.ledger.held_bytes - self._offloading.in_flight_bytes
         excess_bytes = held_bytes - plan.held_until(site.layer)
-        has_more_rows = planned_rows is not None and num_rows > planned_rows
-        if has_more_rows or excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes:
-            ran = {call.site.name: plan.strategy(call.site) for call in micro_batch.scope.calls}
-            graph = self._profile.graph(micro_batch.shape)
-            if has_more_rows and planned_rows:
-                micro_batch.row_factors[site.layer] = num_rows / planned_rows
-            for layer, factor in micro_batch.row_factors.items():
-                graph = graph.with_routed_rows(layer, factor)
+        has_other_load = is_unexpected(micro_batch, site, routing, planned_rows)
+        if has_other_load or excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes:
+            ran = {call.site.name: micro_batch.strategy(call.site) for call in micro_batch.scope.calls}
+            if routing.is_replay_agreed:
+                ran[f"{site.name}.parallel"] = Strategy.RECOMPUTE
+            graph = known_graph(micro_batch, self._profile.graph(micro_batch.shape), site.layer)
             micro_batch.excess_bytes = max(excess_bytes, 0)
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
             revised = self._plans.revised(graph, available_bytes, micro_batch.gradients, ran)
@@ -204,14 +211,20 @@ class Provisioner:
         assert micro_batch.scope is not None
         self._release(micro_batch)
         self._margin.relax(self._nearest_bytes)
-        self._profile.observe(micro_batch.shape, micro_batch.scope.trace, micro_batch.routed_rows)
+        self._loads.learn(micro_batch)
+        trace = at_even_load(micro_batch.scope.trace, micro_batch.loads)
+        if trace is None:
+            return  # nothing arrived in some layer, so its sizes are not known
+        self._profile.observe(micro_batch.shape, trace, micro_batch.routed_rows)
         if micro_batch.is_covered:
             return  # the peak has other micro-batches in it
-        above_bytes = peak_bytes - micro_batch.baseline_bytes
+        above_bytes = peak_bytes - micro_batch.baseline_bytes - self._gathered_bytes
         plan = micro_batch.plan
         if plan is None:
             # Now that sizes are known, see what the model would have said of the run that has just been measured.
-            plan = self._plans.uniform(micro_batch.shape, self._most_effective(), micro_batch.gradients)
+            plan = self._plans.uniform(
+                micro_batch.shape, self._most_effective(), micro_batch.gradients, self._loads.expected
+            )
         # More held than predicted (values that were not finite are not quantised, say) is no transient.
         excess_bytes = max(micro_batch.actual_bytes - plan.predicted_bytes, 0)
         self._correction.observe(plan, above_bytes - excess_bytes, is_peak_exact, micro_batch.available_bytes)
@@ -250,9 +263,17 @@ class Provisioner:
         """Write the seed profile on the main process, where one is configured and anything was learnt."""
         has_learnt = self._profile.version > 0 or self._profile.margin_bytes != self.margin_bytes
         if self._config.seed_profile is not None and has_learnt and _is_main_process():
-            self._profile.transient_factor = self._correction.factor
-            self._profile.margin_bytes = self.margin_bytes
-            self._profile.save(Path(self._config.seed_profile), self._fingerprint)
+            self.write_profile(Path(self._config.seed_profile))
+
+    def write_profile(self, path: Path) -> None:
+        """Write what was learnt so far.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        self._profile.transient_factor = self._correction.factor
+        self._profile.margin_bytes = self.margin_bytes
+        self._profile.save(path, self._fingerprint)
 
     # Plans
 
@@ -281,7 +302,7 @@ class Provisioner:
         the device): shares of the limit are then shares of that."""
         left_bytes = self._meter.left_bytes(self.limit_bytes)
         self._nearest_bytes = min(self.limit_bytes, in_use_bytes + max(left_bytes, 0))
-        return left_bytes
+        return left_bytes - self._gathered_bytes
 
     @property
     def _budget_step(self) -> int:
@@ -289,7 +310,8 @@ class Provisioner:
         return 1 << max((self._nearest_bytes // _BUDGET_STEPS).bit_length() - 1, 0)
 
     def _plan(self, shape: BatchShape, available_bytes: int, gradients: GradientBytes) -> Plan:
-        return self._plans.plan(shape, available_bytes // self._budget_step * self._budget_step, gradients)
+        available_bytes = available_bytes // self._budget_step * self._budget_step
+        return self._plans.plan(shape, available_bytes, gradients, self._loads.expected)
 
     def _most_effective(self) -> Strategy:
         """The allowed strategy that frees most: for a micro-batch nothing is known about."""
@@ -301,12 +323,13 @@ class Provisioner:
             return int(AUTO_RESERVE_SHARE * self._nearest_bytes)
         return amount_bytes(reserve, self.limit_bytes)
 
-    def _seed_profile(self) -> Profile:
+    def _seed_profile(self, resumed: Path | None) -> Profile:
         if self._config.seed_profile is None:
-            return Profile()
+            return Profile() if resumed is None else Profile.load(resumed, self._fingerprint)
         path = Path(self._config.seed_profile)
         if _is_main_process():
             check_writable(path, "the seed profile")  # now rather than when training has ended
+        path = path if resumed is None else resumed
         return Profile.load(path, self._fingerprint) if path.exists() else Profile()
 
     # Limits that cannot be met

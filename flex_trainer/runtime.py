@@ -15,7 +15,7 @@ import functools
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,22 +29,25 @@ from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
 from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
+from flex_trainer.experts.layout import Wish
 from flex_trainer.meter import MemoryMeter, limit_bytes, meter_for
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
-from flex_trainer.models.sharding import refuse_sharded
+from flex_trainer.models.routing import Routing
+from flex_trainer.models.sharding import Units, refuse_unmanaged, units_of, without_replayed_collectives
 from flex_trainer.offloading import OffloadService
 from flex_trainer.process_memory import return_freed_memory
 from flex_trainer.provision import Provisioner
 from flex_trainer.records import MicroBatchRecord, StepRetry
-from flex_trainer.strategy import Site
+from flex_trainer.strategy import Site, Strategy
 from flex_trainer.undo import replace_attribute
 from flex_trainer.units import format_bytes
 
 if TYPE_CHECKING:
+    from flex_trainer.reports.ranks import RankSummary
     from flex_trainer.reports.summary import RunSummary
 
 
@@ -78,10 +81,12 @@ class FlexRuntime:
         self._make_clock: Callable[[], Clock] = HostClock
         self._provisioner: Provisioner | None = None
         self._offloading: OffloadService | None = None
+        self._resumed_profile: Path | None = None
         self._model: nn.Module | None = None
         self._undo: list[Callable[[], None]] = []
         self._model_name = ""
         self._modules: dict[str, nn.Module] = {}
+        self._units: Units | None = None
         self._pending: list[MicroBatch] = []
         self._running: MicroBatch | None = None
         self._is_window_open = False
@@ -110,8 +115,11 @@ class FlexRuntime:
 
         return summarize(self.records, self.limit_bytes, self.retries)
 
-    def report(self, path: str | Path) -> Path:
+    def report(self, path: str | Path, ranks: Sequence[RankSummary] = ()) -> Path:
         """Write the self-contained HTML report of all micro-batches so far and return its path.
+
+        Args:
+            ranks: with several processes, what `reports.ranks.gather_ranks` returns: the summary is then of all ranks.
 
         Raises:
             ValueError: the path cannot be written.
@@ -124,8 +132,23 @@ class FlexRuntime:
             "Strategies": ", ".join(self.config.strategies) or "none",
             "Memory limit": format_bytes(self.limit_bytes),
         }
-        write_report(Path(path), self.records, self.limit_bytes, info, self.retries)
+        write_report(Path(path), self.records, self.limit_bytes, info, self.retries, ranks)
         return Path(path)
+
+    # Checkpoints
+
+    def save_planner(self, path: Path) -> None:
+        """Write what was learnt so far, in the form of a seed profile; nothing before the first `attach`.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        if self._provisioner is not None:
+            self._provisioner.write_profile(path)
+
+    def resume_planner(self, path: Path) -> None:
+        """Have the first `attach` begin with what `save_planner` has written, instead of the seed profile."""
+        self._resumed_profile = path
 
     # Attaching
 
@@ -142,8 +165,8 @@ class FlexRuntime:
         if self._model is not None:
             raise RuntimeError("this runtime manages a model already; call detach() first")
         # Step 1: everything that may be refused.
-        refuse_sharded(model)
-        model_map = discover(model)
+        refuse_unmanaged(model)
+        model_map = without_replayed_collectives(discover(model))
         self._device = self._device or next(model.parameters()).device
         self._meter = self._meter or meter_for(self._device)
         self._make_clock = clocks_for(self._device)
@@ -155,12 +178,19 @@ class FlexRuntime:
         else:
             limit = self._provisioner.limit_bytes
         self._provisioner = Provisioner(
-            self.config, limit, self._meter, self._offloading, model, model_map, earlier=self._provisioner
+            self.config,
+            limit,
+            self._meter,
+            self._offloading,
+            model,
+            model_map,
+            earlier=self._provisioner,
+            resumed_profile=self._resumed_profile,
         )
         # Step 2: the model.
         try:
             self._undo.append(self._stop_checkpointing(model))
-            self._undo.append(Instrumentation(model, model_map, self._on_routed).remove)
+            self._undo.append(Instrumentation(model, model_map, self).remove)
             self._undo.append(self._wrap_forward(model))
         except BaseException:
             self._give_back()
@@ -168,6 +198,7 @@ class FlexRuntime:
         self._model = model
         self._model_name = type(model).__name__
         self._modules = {operator.site.name: operator.module for operator in model_map.operators}
+        self._units = Units(model, self._modules) if units_of(model) else None
 
     def detach(self) -> None:
         """Give the model back as it was. Records stay; then, on the main process, a seed profile is written.
@@ -270,16 +301,31 @@ class FlexRuntime:
             on_memory=self._meter.sample,
             clock=self._make_clock(),
             whereabouts=self._whereabouts,
+            residency=self._units,
         )
         return micro_batch
 
-    def _on_routed(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
+    def wish(self, block: Site, experts: Site) -> Wish:
+        """Before the counts of a layer are exchanged: whether to replay its dispatch in backward."""
+        running = self._running_here()
+        if running is None:
+            return Wish()
+        wants = running.choices.strategy(block) is Strategy.RECOMPUTE
+        return Wish(wants, would=wants or running.choices.strategy(experts) is Strategy.RECOMPUTE)
+
+    def on_routed(self, experts: Site, routing: Routing) -> None:
         """After a router: the exact counts of this layer are known."""
         assert self._provisioner is not None
-        if self._running is None or self._running.scope is not current_scope():
-            return  # this model runs inside the forward of another managed one, whose micro-batch it is
-        self._running.note_routing(site, top_k_index, num_experts)
-        self._provisioner.revise(self._running, site, top_k_index.numel())
+        running = self._running_here()
+        if running is not None:
+            running.note_routing(experts, routing)
+            self._provisioner.revise(running, experts, routing)
+
+    def _running_here(self) -> MicroBatch | None:
+        """The micro-batch in forward; None while this model runs inside the forward of another managed one, whose
+        micro-batch it is."""
+        running = self._running
+        return running if running is not None and running.scope is current_scope() else None
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flex_trainer.snapshot import NOT_STATE
 
@@ -222,4 +223,7 @@ def _set_trained(parameters: list[nn.Parameter], trained: list[bool]) -> None:
 
 def _facts(module: nn.Module) -> list[tuple[torch.UntypedStorage, int, int]]:
     """For every parameter: its storage (held, so that the address stays its own), the address and the version."""
-    return [(storage := p.untyped_storage(), storage._cdata, p._version) for p in module.parameters()]
+    local = [
+        parameter._local_tensor if isinstance(parameter, DTensor) else parameter for parameter in module.parameters()
+    ]
+    return [(storage := part.untyped_storage(), storage._cdata, part._version) for part in local]

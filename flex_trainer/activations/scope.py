@@ -29,6 +29,7 @@ from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
 from flex_trainer.activations.quantize import QuantizedValue
 from flex_trainer.activations.region import Region
+from flex_trainer.activations.residency import Residency
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
 from flex_trainer.activations.values import (
     Holding,
@@ -106,8 +107,10 @@ class Scope:
         on_memory: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
         whereabouts: Whereabouts | None = None,
+        residency: Residency | None = None,
     ) -> None:
-        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `modules`: by
+        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `residency`: where there are
+        others, that come and go (sharded weights). `modules`: by
         site name, for what a replay has to restore and check. `on_memory` is called at
         points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward.
         `whereabouts` is kept up to date for whoever has to say where something failed."""
@@ -124,6 +127,7 @@ class Scope:
         self._on_memory = on_memory
         self._clock: Clock = clock or HostClock()
         self._whereabouts = whereabouts or Whereabouts()
+        self._residency = residency
         self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
         self._table: StorageTable[_Entry] = StorageTable()
         self._stack: list[int] = []  # calls that are running, innermost last,
@@ -165,6 +169,8 @@ class Scope:
         current scope (in a replay, for one)."""
         if current_scope() is not self:
             return function(*args, **kwargs)
+        if self._residency is not None:
+            self._parameters.update(storage_key(weight) for weight in self._residency.weights(site.name))
         call = CallTrace(site, parent=self._stack[-1] if self._stack else -1)
         for tensor in tensors_of(args, kwargs):
             entry = self._entry(tensor)
@@ -310,7 +316,7 @@ class Scope:
     def _hold(self, entry: _Entry, tensor: torch.Tensor) -> Packed:
         """The packed form of a tensor whose storage is known."""
         name = self._owner_name(entry)
-        if entry.region is not None and entry.version == tensor._version:
+        if entry.region is not None and entry.version == tensor._version and self._is_whole(entry.region[0]):
             region, output = entry.region
             slot = region.output_slot(output)
             entry.pins.append(weakref.ref(slot))
@@ -359,8 +365,12 @@ class Scope:
             entry.is_counted = True
             self._fresh.append(entry)
             self.ledger.demand(entry.num_bytes)
-            if entry.region is not None and entry.version == tensor._version:
+            if entry.region is not None and entry.version == tensor._version and self._is_whole(entry.region[0]):
                 self._drop(entry)
+
+    def _is_whole(self, region: Region) -> bool:
+        """Whether a region can be run again in the backward of whoever saves one of its outputs now."""
+        return self._residency is None or self._residency.is_whole(region.name, self._name())
 
     def _drop(self, entry: _Entry) -> None:
         entry.dropped_bytes = entry.num_bytes

@@ -97,7 +97,7 @@ def _record(family: str, batch_size: int, length: int) -> ActivationGraph:
     batch = tiny_batch(model, batch_size, length)
     shape = shape_of((), batch)
     profile = Profile()
-    instrumentation = Instrumentation(model, discover(model), lambda *_: None)
+    instrumentation = Instrumentation(model, discover(model))
     try:
         for _ in range(3):  # the first times are those of cold caches; the profile forgets them
             scope = Scope(Plan({}), Ledger(), parameters=[*model.parameters(), *model.buffers()])

@@ -194,7 +194,7 @@ def _held_bytes(model: nn.Module, model_map: ModelMap, batch: Mapping[str, Any],
         store=lambda: store,
         min_mitigated_bytes=1,
     )
-    instrumentation = Instrumentation(model, model_map, lambda *_: None)
+    instrumentation = Instrumentation(model, model_map)
     try:
         with scope.open():
             output = model(**batch)

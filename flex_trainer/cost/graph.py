@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from flex_trainer.cost.load import Load, follows
 from flex_trainer.cost.uses import Uses, find_uses
 from flex_trainer.strategy import Site
 
@@ -95,7 +96,14 @@ class ActivationGraph:
 
     def with_routed_rows(self, layer: int, factor: float) -> ActivationGraph:
         """The same graph with the values of one layer's experts `factor` times as large: another number of rows."""
-        segments = (_scale_experts(segment, factor) if segment.layer == layer else segment for segment in self.segments)
+        return self.with_loads({layer: Load(factor, factor)})
+
+    def with_loads(self, loads: Mapping[int, Load], others: Load | None = None) -> ActivationGraph:
+        """The same graph with other loads on the experts of layers: those given, by layer, and `others` on the rest."""
+        segments = []
+        for segment in self.segments:
+            load = loads.get(segment.layer, others)
+            segments.append(segment if load is None or load == Load() else _scale_experts(segment, load))
         return replace(self, segments=tuple(segments))
 
 
@@ -218,13 +226,17 @@ def _taken_abroad(calls: Sequence[CallNode], values: Sequence[ValueNode], homes:
     }
 
 
-def _scale_experts(segment: Segment, factor: float) -> Segment:
-    is_routed = [operator.site.kind.startswith("expert") for operator in segment.operators]
+def _scale_experts(segment: Segment, load: Load) -> Segment:
+    factors = [load.of(operator.site.kind) for operator in segment.operators]
     return replace(
         segment,
         values=tuple(
-            replace(value, num_bytes=round(value.num_bytes * factor), num_rows=round(value.num_rows * factor))
-            if value.is_routed
+            replace(
+                value,
+                num_bytes=round(value.num_bytes * factors[value.owner]),
+                num_rows=round(value.num_rows * factors[value.owner]),
+            )
+            if value.is_routed and value.owner >= 0
             else value
             for value in segment.values
         ),
@@ -237,9 +249,9 @@ def _scale_experts(segment: Segment, factor: float) -> Segment:
                 forward_transient_bytes=_scaled(operator.forward_transient_bytes, factor),
                 backward_transient_bytes=_scaled(operator.backward_transient_bytes, factor),
             )
-            if is_routed[index]
+            if follows(operator.site.kind) is not None
             else operator
-            for index, operator in enumerate(segment.operators)
+            for operator, factor in zip(segment.operators, factors, strict=True)
         ),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from flex_trainer.activations.trace import Trace
 from flex_trainer.cost.graph import ActivationGraph, CallNode, Sizes, ValueNode, cut_into_segments
+from flex_trainer.cost.load import follows
 from flex_trainer.cost.scaling import Scaling
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.transients import TransientScaling
@@ -123,7 +124,7 @@ class Structure:
                 for is_kept, num_rows in zip(self._has_infinity, self._row_scaling.predict(*at).tolist(), strict=True)
             ],
             is_routed=[
-                value.owner >= 0 and self._calls[value.owner].site.kind.startswith("expert") and not constant
+                value.owner >= 0 and follows(self._calls[value.owner].site.kind) is not None and not constant
                 for value, constant in zip(self._values, is_constant.tolist(), strict=True)
             ],
         )

@@ -55,21 +55,19 @@ class FlexEP(EPImplementation):
         return self._gathered(self._run(*shares), hidden_states)
 
     def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        operators = self.operators
         outgoing = Outgoing.of(top_k_index, self.num_local_experts, self._num_ranks)
-        layout = Layout.of(outgoing, self.transport.exchange(outgoing.header(operators.wish())))
-        operators.arrived(layout)
+        layout = Layout.of(outgoing, self.transport.exchange(outgoing.header(self.operators.wish())))
+        run = self.operators.begin(layout)
         experts = functools.partial(
-            run_local_experts, self._experts, self.experts_forward, self._first_expert, layout, operators.run
+            run_local_experts, self._experts, self.experts_forward, self._first_expert, layout, run
         )
 
         def parallel(hidden_states: torch.Tensor, top_k_weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             send = functools.partial(dispatch, self.transport, layout)
-            received = operators.run("dispatch", send, hidden_states, top_k_weights, ids)
-            return operators.run("experts", experts, *received)
+            return run("experts", experts, *run("dispatch", send, hidden_states, top_k_weights, ids))
 
-        rows = operators.run("parallel", parallel, hidden_states, top_k_weights, top_k_index)
-        return operators.run("combine", functools.partial(combine, self.transport, layout), rows)
+        rows = run("parallel", parallel, hidden_states, top_k_weights, top_k_index)
+        return run("combine", functools.partial(combine, self.transport, layout), rows)
 
     def _share(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's share of the rows that its tensor-parallel group holds."""

@@ -28,12 +28,8 @@ class Operators(Protocol):
         """What to tell the other ranks together with the counts."""
         ...
 
-    def arrived(self, layout: Layout) -> None:
-        """The exact counts are known; nothing of this layer's experts has run yet."""
-        ...
-
-    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Run the operator or block called `name`."""
+    def begin(self, layout: Layout) -> Run:
+        """The exact counts are known; nothing of this layer's experts has run yet. Returns what runs the operators."""
         ...
 
 
@@ -43,8 +39,9 @@ class Plainly:
     def wish(self) -> Wish:
         return Wish()
 
-    def arrived(self, layout: Layout) -> None:
-        pass
+    def begin(self, layout: Layout) -> Run:
+        return run_plainly
 
-    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
+
+def run_plainly(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

@@ -22,22 +22,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.scope import Scope
+from flex_trainer.experts.dispatch import flex_ep_of
 from flex_trainer.models.discovery import ModelMap, Operator
+from flex_trainer.models.expert_parallel import ManagedOperators
 from flex_trainer.models.experts import ExpertSites, split_experts_forward
+from flex_trainer.models.routing import NoListener, Routing, RoutingListener
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
-
-OnRouted = Callable[[Site, torch.Tensor, int], None]
-"""Called before a layer's experts run: their site, the top-k indices (N, K), the number of experts."""
 
 
 class Instrumentation:
     """The engine's hold on one model; `remove()` restores everything."""
 
-    def __init__(self, model: nn.Module, model_map: ModelMap, on_routed: OnRouted) -> None:
+    def __init__(self, model: nn.Module, model_map: ModelMap, listener: RoutingListener | None = None) -> None:
         self._undo: list[Callable[[], None]] = []
         try:
-            self._install(model, model_map, on_routed)
+            self._install(model, model_map, listener or NoListener())
         except BaseException:
             self.remove()
             raise
@@ -47,10 +47,14 @@ class Instrumentation:
         while self._undo:
             self._undo.pop()()
 
-    def _install(self, model: nn.Module, model_map: ModelMap, on_routed: OnRouted) -> None:
+    def _install(self, model: nn.Module, model_map: ModelMap, listener: RoutingListener) -> None:
         for operator in model_map.operators:
-            if operator.site.kind == "experts":
-                self._replace_forward(operator.module, self._experts_forward(operator, on_routed))
+            ep = flex_ep_of(operator.module)
+            if ep is not None:
+                managed = ManagedOperators(operator.module, operator.site, listener)
+                self._undo.append(replace_attribute(ep, "operators", managed))
+            elif operator.site.kind == "experts":
+                self._replace_forward(operator.module, self._experts_forward(operator, listener))
             else:
                 self._replace_forward(operator.module, _module_forward(operator))
         attention_sites = {
@@ -58,7 +62,11 @@ class Instrumentation:
             for operator in model_map.operators
             if operator.site.kind == "attention"
         }
-        expert_sites = {operator.module: ExpertSites.of(operator.site) for operator in model_map.experts}
+        expert_sites = {
+            operator.module: ExpertSites.of(operator.site)
+            for operator in model_map.experts
+            if flex_ep_of(operator.module) is None
+        }
         self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
         self._wrap_loss(model)
 
@@ -66,7 +74,7 @@ class Instrumentation:
         original = module.forward
         self._undo.append(replace_attribute(module, "forward", functools.wraps(original)(make(original))))
 
-    def _experts_forward(self, operator: Operator, on_routed: OnRouted) -> Callable[..., Callable[..., Any]]:
+    def _experts_forward(self, operator: Operator, listener: RoutingListener) -> Callable[..., Callable[..., Any]]:
         site, module = operator.site, operator.module
         module_site, sites = _ModuleSite(operator), ExpertSites.of(site)
 
@@ -77,7 +85,8 @@ class Instrumentation:
                     return original(*args, **kwargs)
                 top_k_index = _top_k_index(args, kwargs)
                 if top_k_index is not None:
-                    on_routed(site, top_k_index, int(getattr(module, "num_experts", 0) or 0))
+                    num_experts = int(getattr(module, "num_experts", 0) or 0)
+                    listener.on_routed(site, Routing.here(top_k_index, num_experts))
                 # Backward may come after `remove`, and a replay has to take the very steps of this run.
                 function = functools.partial(_REGISTRIES.run_split, module, sites, original)
                 return module_site.run(scope, function, args, kwargs)

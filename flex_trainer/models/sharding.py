@@ -1,35 +1,169 @@
-"""Models whose parameters are spread over ranks: not managed in this version."""
+"""Models whose weights are spread over ranks by FSDP2: which weights are whole when, and what that takes.
+
+A *unit* is a module that `fully_shard` was called on. Its weights are gathered before its forward and given up after
+it, gathered again before its backward, and given up after that. So in backward, an operator can be run again while its
+own unit or one inside of it is in backward, and at no other time: gathering it then would be a collective that other
+ranks do not take part in.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from flex_trainer.errors import UserError
+from flex_trainer.experts.dispatch import flex_ep_of
+from flex_trainer.models.discovery import ModelMap, Operator
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model with parameters that hold only a part of a weight on this rank.
-
-    Weights gathered for a layer would be taken for its activations, and gradients counted at their full size.
+def refuse_unmanaged(model: nn.Module) -> None:
+    """Refuse a model that is sharded in a way that is not managed: all but FSDP2 and expert parallelism.
 
     Raises:
-        ValueError: the first such parameter (a DTensor of FSDP2 or tensor parallelism), or a module wrapped by FSDP1.
+        ValueError: the first module wrapped by FSDP1, or parameter sharded in another way (tensor parallelism).
     """
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UserError(
+                f"{type(model).__name__} is sharded by FSDP1 (module {name!r} is wrapped by FullyShardedDataParallel), "
+                "which FlexTrainer cannot manage. Write fsdp_version: 2 in the accelerate configuration, or load the "
+                "model with distributed_config=DistributedConfig(fsdp_size=...)."
+            )
+    in_units = sharded_parameters(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and (name not in in_units or _axis_size(parameter, "tp") > 1):
+            raise UserError(
+                f"{type(model).__name__} is sharded over ranks in a way that FlexTrainer cannot manage in this version "
+                f"(parameter {name!r} is a DTensor on the mesh {tuple(parameter.device_mesh.shape)} of "
+                f"{parameter.device_mesh.mesh_dim_names}): it takes FSDP2 and expert parallelism. Use tp_size=1, or "
+                "transformers' Trainer."
+            )
 
-    sharded = [f"parameter {name!r} is a DTensor" for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    sharded += [
-        f"module {name!r} is wrapped by FullyShardedDataParallel"
-        for name, module in model.named_modules()
-        if isinstance(module, FullyShardedDataParallel)
-    ]
-    if sharded:
-        raise UserError(
-            f"{type(model).__name__} is sharded over ranks ({sharded[0]}), which FlexTrainer cannot manage in this "
-            "version: it needs whole weights on every rank. Use data parallelism (distributed_type: MULTI_GPU in the "
-            "accelerate configuration) with a model that fits one device, or transformers' Trainer for a sharded one."
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    """The units of FSDP2 in a model, outermost first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def fsdp_groups(unit: FSDPModule) -> list[Any]:
+    """FSDP2's groups of the parameters that belong to a unit and to none inside of it, each with its `fsdp_params`."""
+    # FSDP2 has no public way to ask which parameters are whose.
+    return unit._get_fsdp_state()._fsdp_param_groups
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """By the names of the parameters that FSDP2 shards: its group and its own record of each."""
+    # Not by identity: loading weights exchanges parameters, which FSDP2 looks up anew when the first forward begins.
+    names = {module: name for name, module in model.named_modules()}
+    found = {}
+    for unit in units_of(model):
+        for group in fsdp_groups(unit):
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                found[f"{names[info.module]}.{info.param_name}".removeprefix(".")] = group, parameter
+    return found
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds this rank's part of a parameter, without a gradient of its own."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def whole_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a parameter once it is gathered: whole over all axes but that of expert parallelism."""
+    return parameter.numel() * parameter.element_size() // _axis_size(parameter, "ep")
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Most bytes that FSDP2 needs at one time besides what is sharded: gathered weights of the units that keep theirs,
+    of the one that runs and the one that comes next, and the gradients of one of them on their way to their owners.
+    """
+    lasting_bytes, passing = 0, [0, 0]
+    for unit in units_of(model):
+        num_bytes = sum(
+            whole_bytes(getattr(parameter._module_info.module, parameter._module_info.param_name))
+            for group in fsdp_groups(unit)
+            for parameter in group.fsdp_params
         )
+        if _keeps_weights(unit):
+            lasting_bytes += num_bytes
+        else:
+            passing.append(num_bytes)
+    second, first = sorted(passing)[-2:]
+    # Of the largest: weights, gradients, and the buffer that these are sent from.
+    return lasting_bytes + 3 * first + second
+
+
+class Units:
+    """The units of a model, as the engine has to know them (`activations.residency.Residency`).
+
+    Args:
+        modules: by site name.
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        units = {
+            f"{name}.": module for name, module in model.named_modules() if name and isinstance(module, FSDPModule)
+        }
+        self._paths = list(units)
+        self._lasting = {path for path, module in units.items() if _keeps_weights(module)}
+        self._unit_of: dict[str, str] = {}
+
+    def weights(self, site: str) -> Iterator[torch.Tensor]:
+        """Parameters of the module behind a site as they are now; of sharded ones, what this rank computes with."""
+        module = self._modules.get(site, self._modules.get(site.rpartition(".")[0]))
+        if module is not None:
+            yield from map(local_part, module.parameters())
+
+    def is_whole(self, site: str, saver: str) -> bool:
+        """Whether the weights of a site are whole while the backward of the operator `saver` runs."""
+        unit = self._unit(site)
+        return unit in self._lasting or self._unit(saver).startswith(unit)
+
+    def _unit(self, site: str) -> str:
+        """Path of the innermost unit around a site, "" for the model itself."""
+        unit = self._unit_of.get(site)
+        if unit is None:
+            around = (path for path in self._paths if f"{site}.".startswith(path))
+            unit = self._unit_of[site] = max(around, key=len, default="")
+        return unit
+
+
+def without_replayed_collectives(model_map: ModelMap) -> ModelMap:
+    """The same operators; those whose replay would run a collective are not replayable: units inside of them would be
+    gathered, or tokens exchanged by an expert-parallel implementation that does not agree on it with the other ranks.
+    """
+    return ModelMap(
+        operators=tuple(map(_if_local, model_map.operators)),
+        layers=tuple(map(_if_local, model_map.layers)),
+        experts=tuple(map(_if_local, model_map.experts)),
+    )
+
+
+def _if_local(operator: Operator) -> Operator:
+    module = operator.module
+    has_inner_unit = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
+    is_foreign = bool(getattr(module, "_is_expert_parallel", False)) and flex_ep_of(module) is None
+    if not has_inner_unit and not is_foreign:
+        return operator
+    return Operator(module, replace(operator.site, is_replayable=False))
+
+
+def _axis_size(parameter: torch.Tensor, axis: str) -> int:
+    """Ranks along an axis of the mesh that a parameter is spread over; 1 where there is no such axis."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return parameter.device_mesh.size(names.index(axis)) if axis in names else 1
+
+
+def _keeps_weights(unit: FSDPModule) -> bool:
+    """Whether a unit's weights stay whole from its forward to its backward."""
+    return all(group.post_forward_mesh_info is None for group in fsdp_groups(unit))

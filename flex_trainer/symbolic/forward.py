@@ -28,8 +28,10 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.activations.trace import Trace, Work
 from flex_trainer.activations.values import Packed
 from flex_trainer.compat import as_if_real
+from flex_trainer.experts.layout import Wish
 from flex_trainer.models.discovery import ModelMap, discover
 from flex_trainer.models.instrument import Instrumentation
+from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Uniform
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.symbolic.attention import FusedAttention
@@ -110,7 +112,7 @@ class SymbolicModel:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 run.counter.watch(leaf)  # what autograd saves of the inputs is held as well
-        instrumentation = Instrumentation(self._twin, self._map, run.note_routing)
+        instrumentation = Instrumentation(self._twin, self._map, run)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._mode)
@@ -223,8 +225,11 @@ class _Run:
             call.work = Work()
         return call.work
 
-    def note_routing(self, site: Site, top_k_index: torch.Tensor, num_experts: int) -> None:
-        self._routed_rows[site.name] = top_k_index.numel()
+    def wish(self, block: Site, experts: Site) -> Wish:
+        return Wish()
+
+    def on_routed(self, experts: Site, routing: Routing) -> None:
+        self._routed_rows[experts.name] = routing.num_pairs
 
     def forward_and_backward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], with_backward: bool

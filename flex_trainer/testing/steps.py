@@ -64,7 +64,7 @@ class Step:
 def instrumented(model: nn.Module) -> Iterator[ModelMap]:
     """Put the engine between `model` and its operators inside the context."""
     model_map = discover(model)
-    instrumentation = Instrumentation(model, model_map, lambda site, top_k_index, num_experts: None)
+    instrumentation = Instrumentation(model, model_map)
     try:
         yield model_map
     finally:

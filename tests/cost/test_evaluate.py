@@ -159,7 +159,7 @@ class Bench:
         self.batch = tiny_batch(self.model, 2, 64)
         self.store = OffloadStore(FileTier(None))
         self.shape = shape_of((), self.batch)
-        instrumentation = Instrumentation(self.model, discover(self.model), lambda *_: None)
+        instrumentation = Instrumentation(self.model, discover(self.model))
         try:
             self.profile = Profile()
             scope, _ = self.forward({})

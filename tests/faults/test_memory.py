@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flex_trainer.callbacks.values import flex_logs
 from flex_trainer.config import FlexConfig
 from flex_trainer.gradients import Gradients
 from flex_trainer.models.discovery import discover
+from flex_trainer.models.routing import Routing
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, FakeMeter, with_fake_meter
@@ -110,8 +112,10 @@ def test_a_rank_that_gets_more_rows_plans_again_and_its_neighbour_does_not(attac
         assert runtime._provisioner is not None
         original = runtime._provisioner.revise
 
-        def revise(micro_batch: Any, site: Any, num_rows: int, original: Any = original, k: int = rows_factor) -> None:
-            original(micro_batch, site, num_rows * k)
+        def revise(micro_batch: Any, site: Any, routing: Routing, original: Any = original, k: int = rows_factor) -> None:  # noqa: E501
+            micro_batch: Any, site: Any, routing: Routing, original: Any = original, k: int = rows_factor
+        ) -> None:
+            original(micro_batch, site, replace(routing, num_pairs=routing.num_pairs * k))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runtime._provisioner, "revise", revise)

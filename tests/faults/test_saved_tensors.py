@@ -17,7 +17,7 @@ from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
-from flex_trainer.models.sharding import refuse_sharded
+from flex_trainer.models.sharding import refuse_unmanaged
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.strategy import Strategy
 from flex_trainer.testing.steps import ByFunction, instrumented
@@ -215,7 +215,7 @@ def test_distributed_activations_are_kept_and_distributed_weights_refused() -> N
         head: Any = model.get_output_embeddings()
         head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
         with pytest.raises(ValueError, match="lm_head"):
-            refuse_sharded(model)
+            refuse_unmanaged(model)
     finally:
         dist.destroy_process_group()
 

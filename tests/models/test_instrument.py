@@ -16,6 +16,7 @@ from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Scope
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.instrument import Instrumentation
+from flex_trainer.models.routing import NoListener, Routing
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.steps import ByFunction, assert_same_step, instrumented, mixed, train_step
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
@@ -51,7 +52,7 @@ def test_remove_restores_everything():
     model = tiny_model("deepseek_v3")
     before = traces_of(model)
     loss_function = model.loss_function
-    instrumentation = Instrumentation(model, discover(model), lambda *_: None)
+    instrumentation = Instrumentation(model, discover(model))
     during = traces_of(model)
     assert {"attention", "experts", "._loss_function", "model.layers.1.mlp.experts.forward"} <= set(during)
     instrumentation.remove()
@@ -126,20 +127,25 @@ def test_an_instrumented_model_without_a_scope_runs_plainly():
 def test_hooks_of_others_on_routers_run_once_and_routing_is_told_once_a_layer():
     model = tiny_model("qwen3_moe")
     fired: Counter[str] = Counter()
-    told: list[tuple[str, tuple[int, ...], int]] = []
+    told: list[tuple[str, int, int]] = []
     model_map = discover(model)
     for operator in model_map.operators:
         if operator.site.kind == "router":
             operator.module.register_forward_hook(lambda *_, name=operator.site.name: fired.update([name]))
-    instrumentation = Instrumentation(
-        model, model_map, lambda site, index, num_experts: told.append((site.name, tuple(index.shape), num_experts))
-    )
+
+    class Listener(NoListener):
+        def on_routed(self, experts: Site, routing: Routing) -> None:
+            counts = routing.count()
+            assert counts is not None and counts.sum() == routing.num_pairs
+            told.append((experts.name, routing.num_pairs, len(counts)))
+
+    instrumentation = Instrumentation(model, model_map, Listener())
     try:
         train_step(model, batch_for(model), everything)
     finally:
         instrumentation.remove()
     assert fired == {"model.layers.1.mlp.gate": 1, "model.layers.2.mlp.gate": 1}
-    assert told == [(f"model.layers.{number}.mlp.experts", (16, 2), 8) for number in (1, 2)]
+    assert told == [(f"model.layers.{number}.mlp.experts", 32, 8) for number in (1, 2)]
 
 
 def test_router_logits_and_the_auxiliary_loss():

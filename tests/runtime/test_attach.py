@@ -132,7 +132,7 @@ def test_sharded_models_are_refused_before_anything_is_changed(
     def refuse(_: Any) -> None:
         raise UserError("is sharded over ranks")
 
-    monkeypatch.setattr("flex_trainer.runtime.refuse_sharded", refuse)
+    monkeypatch.setattr("flex_trainer.runtime.refuse_unmanaged", refuse)
     model.activation_checkpointing_enable()
     runtime = FlexRuntime(FlexConfig(LIMIT_BYTES))
     with pytest.raises(ValueError, match="sharded"):

@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from flex_trainer.activations.context import current_scope
 from flex_trainer.config import FlexConfig
+from flex_trainer.models.routing import Routing
 from flex_trainer.process_memory import enforce_process_limit, process_memory, reset_peak_rss, return_freed_memory
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.processes import run_in_subprocess
@@ -375,9 +377,9 @@ def test_copies_on_their_way_are_no_reason_to_plan_again(monkeypatch: pytest.Mon
         revise = runtime._provisioner.revise  # type: ignore[union-attr]
         monkeypatch.setattr(OffloadService, "in_flight_bytes", property(lambda _, num=in_flight_bytes: num))
 
-        def with_more_held(micro_batch: Any, site: Any, num_rows: int, revise: Any = revise) -> None:
+        def with_more_held(micro_batch: Any, site: Any, routing: Routing, revise: Any = revise) -> None:
             micro_batch.ledger.hold(5_000_000)
-            revise(micro_batch, site, 0)
+            revise(micro_batch, site, replace(routing, num_pairs=0))
             micro_batch.ledger.release(5_000_000)
 
         monkeypatch.setattr(runtime._provisioner, "revise", with_more_held)

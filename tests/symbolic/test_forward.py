@@ -27,7 +27,7 @@ def real(model: nn.Module, batch: dict[str, Any]) -> tuple[Trace, int]:
     """Trace and saved bytes of a real forward, everything kept."""
     ledger = Ledger()
     scope = Scope(Uniform(Strategy.KEEP), ledger, parameters=[*model.parameters(), *model.buffers()])
-    instrumentation = Instrumentation(model, discover(model), lambda *_: None)
+    instrumentation = Instrumentation(model, discover(model))
     try:
         with scope.open():
             output = model(**batch)

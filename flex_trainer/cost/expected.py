@@ -1,0 +1,49 @@
+"""What is assumed of the other ranks when a micro-batch is planned, before their tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from flex_trainer.cost.graph import ActivationGraph, Segment
+from flex_trainer.cost.load import EVEN, Load
+
+EXCHANGE_BLOCK = "ep_block"
+"""Kind of the block that is dispatch and experts: replayed only where all ranks agree."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """For all layers alike."""
+
+    load: Load = EVEN
+    has_agreement: bool = False
+    """Whether all ranks are going to agree on replaying dispatches."""
+
+    def graph(self, graph: ActivationGraph) -> ActivationGraph:
+        """The graph as it is going to be; `graph`: at an even load."""
+        graph = graph.with_loads({}, self.load)
+        return graph if self.has_agreement else without_agreement(graph, ())
+
+
+EXPECTED = Expected()
+
+
+def without_agreement(graph: ActivationGraph, agreed_layers: Collection[int]) -> ActivationGraph:
+    """The graph where dispatches are replayed in no layer but those of `agreed_layers`."""
+    segments = [
+        segment if segment.layer in agreed_layers else _without_replayed_exchange(segment) for segment in graph.segments
+    ]
+    return replace(graph, segments=tuple(segments))
+
+
+def _without_replayed_exchange(segment: Segment) -> Segment:
+    if not any(operator.site.kind == EXCHANGE_BLOCK for operator in segment.operators):
+        return segment
+    operators = (
+        replace(operator, site=replace(operator.site, is_replayable=False))
+        if operator.site.kind == EXCHANGE_BLOCK
+        else operator
+        for operator in segment.operators
+    )
+    return replace(segment, operators=tuple(operators))

@@ -1,0 +1,57 @@
+"""The engine between the operators of experts that are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from flex_trainer.activations.context import current_scope
+from flex_trainer.cost.expected import EXCHANGE_BLOCK
+from flex_trainer.experts.layout import Layout, Wish
+from flex_trainer.experts.operators import Run
+from flex_trainer.models.routing import Routing, RoutingListener
+from flex_trainer.strategy import Site
+
+_EXPERTS_PARTS = ("permute", "up", "activation", "down", "product", "unpermute")
+
+
+class ManagedOperators:
+    """Runs each operator of one layer's experts in the scope of the micro-batch that is in forward.
+
+    Args:
+        module: the experts module.
+        experts: its site.
+        listener: hears of the counts.
+    """
+
+    def __init__(self, module: nn.Module, experts: Site, listener: RoutingListener) -> None:
+        self._listener = listener
+        # What a replay cannot take back: writes into buffers.
+        is_replayable = experts.is_replayable and not any(True for _ in module.buffers())
+        self._experts = Site(experts.name, experts.kind, experts.layer, True, is_replayable)
+        self._block = Site(f"{experts.name}.parallel", EXCHANGE_BLOCK, experts.layer, True, is_replayable)
+        # A collective by itself is never replayed: no rank can know what the others do with theirs.
+        self._sites = {
+            "parallel": self._block,
+            "dispatch": Site(f"{experts.name}.dispatch", "ep_dispatch", experts.layer, is_replayable=False),
+            "experts": self._experts,
+            "combine": Site(f"{experts.name}.combine", "ep_combine", experts.layer, is_replayable=False),
+        }
+        for part in _EXPERTS_PARTS:
+            self._sites[part] = Site(
+                f"{experts.name}.{part}", f"expert_{part}", experts.layer, is_replayable=is_replayable
+            )
+
+    def wish(self) -> Wish:
+        return Wish() if current_scope() is None else self._listener.wish(self._block, self._experts)
+
+    def begin(self, layout: Layout) -> Run:
+        if current_scope() is not None:
+            self._listener.on_routed(self._experts, Routing.arrived(layout))
+        return self._run
+
+    def _run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        scope = current_scope()
+        return function(*args) if scope is None else scope.run(self._sites[name], function, *args)

@@ -1,0 +1,89 @@
+"""What is known of a layer once its router has spoken, and who wants to hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from flex_trainer.cost.load import Load
+from flex_trainer.experts.layout import Layout, Wish
+from flex_trainer.strategy import Site
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the experts of one layer get on this rank."""
+
+    num_pairs: int
+    """Pairs of a token and an expert."""
+    count: Callable[[], torch.Tensor | None]
+    """Tokens of each expert on this rank, (E,); None where the number of experts is not known."""
+    mean_tokens: float | None = None
+    """Of an expert, over all ranks; None: the mean of `count`."""
+    load: Load | None = None
+    """Relative to an even spread over ranks, where experts are on several."""
+    is_replay_agreed: bool = False
+    would_all_replay: bool = False
+
+    @classmethod
+    def here(cls, top_k_index: torch.Tensor, num_experts: int) -> Routing:
+        """All experts are on this rank, or the others' are masked.
+
+        Args:
+            top_k_index: (N, K); ids of experts on other ranks are `num_experts`.
+            num_experts: on this rank; 0: not known.
+        """
+
+        def count() -> torch.Tensor | None:
+            if num_experts == 0:
+                return None
+            # Not bincount: its result's size depends on the data, so on CUDA the host would wait for the router.
+            ids = top_k_index.detach().reshape(-1).long().clamp(max=num_experts)
+            counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+            return counts.scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+
+        return cls(top_k_index.numel(), count)
+
+    @classmethod
+    def arrived(cls, layout: Layout) -> Routing:
+        """Tokens have come from other ranks, or will."""
+        num_ranks = len(layout.received_sizes)
+        own_pairs = max(layout.num_tokens * layout.num_top_k, 1)
+        most_rows = max(layout.num_tokens * min(num_ranks, layout.num_top_k), 1)
+        return cls(
+            layout.num_pairs,
+            lambda: layout.expert_counts,
+            # Of this rank's own tokens: those of the others are not known, and about as many.
+            mean_tokens=own_pairs / layout.num_local_experts,
+            load=Load(layout.num_pairs / own_pairs, layout.num_received / most_rows),
+            is_replay_agreed=layout.is_replay_agreed,
+            would_all_replay=layout.would_all_replay,
+        )
+
+
+class RoutingListener(Protocol):
+    """Hears of every layer's routing before its experts run."""
+
+    def wish(self, block: Site, experts: Site) -> Wish:
+        """What to tell the other ranks of this layer.
+
+        Args:
+            block: dispatch and experts.
+            experts: the experts alone.
+        """
+        ...
+
+    def on_routed(self, experts: Site, routing: Routing) -> None: ...
+
+
+class NoListener:
+    """Nobody wants to hear."""
+
+    def wish(self, block: Site, experts: Site) -> Wish:
+        return Wish()
+
+    def on_routed(self, experts: Site, routing: Routing) -> None:
+        pass

@@ -1,0 +1,82 @@
+"""One step of a spread model under chosen strategies."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from flex_trainer import FlexConfig, FlexRuntime
+from flex_trainer.activations.scope import Choices
+from flex_trainer.strategy import Site, Strategy
+from tests.distributed.models import all_ids, gradients_of, mean_over_ranks, my_part, spread_model
+
+STRATEGIES = ("keep", "recompute", "offload", "quantize", "mixed", "differs_by_rank", "replayed_dispatch")
+
+
+class Forced:
+    """The same strategy everywhere it is allowed; "mixed": one by the site's name; "differs_by_rank": also by rank."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.replays_dispatch = name == "replayed_dispatch"
+
+    def strategy(self, site: Site) -> Strategy:
+        if site.kind == "ep_block":
+            return Strategy.RECOMPUTE if self.replays_dispatch else Strategy.KEEP
+        name = self._name
+        if name in ("mixed", "differs_by_rank"):
+            rank = dist.get_rank() if name == "differs_by_rank" else 0
+            number = zlib.crc32(f"{site.name} {rank}".encode())
+            name = ("recompute", "offload", "keep")[number % 3]
+        strategy = Strategy("recompute" if self.replays_dispatch else name)
+        return strategy if site.allows(strategy) else Strategy.KEEP
+
+
+def force(runtime: FlexRuntime, choices: Choices) -> None:
+    """Have every micro-batch of an attached runtime run under these choices."""
+    provisioner: Any = runtime._provisioner
+    begin = provisioner.begin
+
+    def forced(shape: Any) -> Any:
+        micro_batch = begin(shape)
+        micro_batch.choices, micro_batch.plan = choices, None
+        return micro_batch
+
+    provisioner.begin = forced
+
+
+def steps(path: str, strategies: tuple[str | None, ...], **parallel: Any) -> list[dict[str, Any]]:
+    """For each strategy: loss, gradients (on rank 0) and what the ledger says of one step.
+
+    Args:
+        strategies: of STRATEGIES; None: no runtime at all.
+        parallel: as `spread_model`.
+    """
+    model = spread_model(Path(path), **parallel)
+    return [_step(model, strategy) for strategy in strategies]
+
+
+def _step(model: Any, strategy: str | None) -> dict[str, Any]:
+    model.zero_grad()
+    ids = my_part(all_ids(model))
+    answer: dict[str, Any] = {}
+    if strategy is None:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    else:
+        runtime = FlexRuntime(FlexConfig(memory_limit="20GiB", trace=False))
+        runtime.attach(model)
+        force(runtime, Forced(strategy))
+        loss = model(input_ids=ids, labels=ids).loss
+        ledger = runtime._pending[0].ledger
+        with runtime.backward():
+            loss.backward()
+        answer.update(freed=dict(ledger.freed_bytes), replays=ledger.num_replays, held=ledger.held_bytes)
+        runtime.detach()
+    gradients = gradients_of(model)
+    answer["loss"] = mean_over_ranks(loss)
+    answer["gradients"] = gradients if dist.get_rank() == 0 else None
+    return answer

@@ -1,0 +1,72 @@
+"""Tiny models in one process and the same spread over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+import flex_trainer  # noqa: F401  (registers "flex")
+from flex_trainer.testing.tiny import tiny_model
+
+SEQUENCES = 8
+LENGTH = 96
+
+
+def saved_model(directory: Path, architecture: str, **overrides: Any) -> Path:
+    """A tiny model of an architecture as a checkpoint."""
+    path = directory / architecture
+    if not path.exists():
+        tiny_model(architecture, **overrides).save_pretrained(path)
+    return path
+
+
+def whole_model(path: Path, **options: Any) -> PreTrainedModel:
+    """The model in this process."""
+    return AutoModelForCausalLM.from_pretrained(path, **options).train()
+
+
+def spread_model(path: Path, *, fsdp: int, ep: int, implementation: str = "flex", replicate: int = 1, **options: Any):
+    """The model over all ranks of the job."""
+    config = DistributedConfig(
+        fsdp_size=fsdp, ep_size=ep, dp_replicate_size=replicate, ep_implementation=implementation
+    )
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options).train()
+
+
+def all_ids(model: nn.Module, seed: int = 1) -> torch.Tensor:
+    """The tokens of one step of all ranks, (SEQUENCES, LENGTH)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.config.get_text_config().vocab_size - 8, (SEQUENCES, LENGTH), generator=generator)
+
+
+def my_part(ids: torch.Tensor) -> torch.Tensor:
+    """This rank's sequences."""
+    return ids.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be spread over ranks, as a copy."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every gradient, whole; all ranks call this."""
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))

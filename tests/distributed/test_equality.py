@@ -1,0 +1,95 @@
+"""Experts and weights spread over ranks: losses and gradients are those of one process, under every strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flex_trainer.testing.ranks import RankPool
+from tests.distributed.equality_jobs import STRATEGIES
+from tests.distributed.models import all_ids, gradients_of, relative_error, saved_model, whole_model
+
+FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
+EXACT = 1e-5
+"""Largest relative error of a gradient: sums are made in another order."""
+QUANTIZED = 0.05
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+_plain: dict[Path, tuple[float, dict[str, torch.Tensor]]] = {}
+
+
+def one_process(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the whole model on all tokens."""
+    if path not in _plain:
+        model = whole_model(path)
+        ids = all_ids(model)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        _plain[path] = float(loss), gradients_of(model)
+    return _plain[path]
+
+
+def assert_equal(answer: dict, path: Path, bound: float) -> None:
+    loss, gradients = one_process(path)
+    assert answer["loss"] == pytest.approx(loss, rel=bound)
+    assert answer["gradients"].keys() == gradients.keys()
+    errors = {name: relative_error(answer["gradients"][name], expected) for name, expected in gradients.items()}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= bound, f"{worst}: {errors[worst]}"
+
+
+def assert_used(strategy: str, answer: dict) -> None:
+    """The strategy did what it is for, and nothing is left of it."""
+    freed = answer["freed"]
+    assert answer["held"] == 0
+    if strategy == "keep":
+        assert not any(freed.values())
+    elif strategy in ("mixed", "differs_by_rank"):
+        assert freed["recompute"] > 0 and freed["offload"] > 0
+    else:
+        assert freed["recompute" if strategy == "replayed_dispatch" else strategy] > 0
+
+
+def check(ranks: RankPool, path: Path, strategies: tuple[str | None, ...], **parallel: Any) -> None:
+    by_rank = ranks.run("tests.distributed.equality_jobs:steps", path=str(path), strategies=strategies, **parallel)
+    for number, strategy in enumerate(strategies):
+        assert_equal(by_rank[0][number], path, QUANTIZED if strategy == "quantize" else EXACT)
+        if strategy is not None:
+            for answers in by_rank:
+                assert_used(strategy, answers[number])
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_expert_parallel_under_every_strategy(two_ranks: RankPool, directory: Path, architecture: str) -> None:
+    check(two_ranks, saved_model(directory, architecture), (None, *STRATEGIES), fsdp=2, ep=2)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_experts_that_are_not_cut_into_operators(two_ranks: RankPool, directory: Path, implementation: str) -> None:
+    path = saved_model(directory, "qwen3_moe")
+    strategies = (None, "recompute", "replayed_dispatch")
+    check(two_ranks, path, strategies, fsdp=2, ep=2, experts_implementation=implementation)
+
+
+def test_native_dispatch_is_managed_too(two_ranks: RankPool, directory: Path) -> None:
+    path = saved_model(directory, "glm4_moe")
+    check(two_ranks, path, ("keep", "recompute", "mixed"), fsdp=2, ep=2, implementation="all_to_all")
+
+
+def test_fsdp_alone(two_ranks: RankPool, directory: Path) -> None:
+    strategies = ("keep", "recompute", "offload", "mixed", "differs_by_rank")
+    check(two_ranks, saved_model(directory, "deepseek_v3"), strategies, fsdp=2, ep=1)
+
+
+@pytest.mark.parametrize(("fsdp", "ep", "replicate"), [(4, 4, 1), (4, 2, 1), (2, 2, 2)])
+def test_four_ranks(four_ranks: RankPool, directory: Path, fsdp: int, ep: int, replicate: int) -> None:
+    path = saved_model(directory, "deepseek_v3")
+    check(four_ranks, path, (None, *STRATEGIES), fsdp=fsdp, ep=ep, replicate=replicate)
