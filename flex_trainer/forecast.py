@@ -20,6 +20,7 @@ from torch import nn
 from flex_trainer.activations.trace import Work
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
+from flex_trainer.models.discovery import ModelMap
 from flex_trainer.process_memory import return_freed_memory
 from flex_trainer.snapshot import RandomStreams
 from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
@@ -35,12 +36,14 @@ class Forecast:
 
     Args:
         model: the model that is trained; it is only read.
+        model_map: its operators.
         device: where it runs.
         is_enabled: if not, nothing is traced.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, is_enabled: bool = True) -> None:
+    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device, is_enabled: bool = True) -> None:
         self._model = model
+        self._map = model_map
         self._device = device
         self._is_enabled = is_enabled
         self.has_traced = False
@@ -78,7 +81,9 @@ class Forecast:
         forward: SymbolicForward | None = None
         try:
             # A new twin each time (they are rare): training flags, frozen parameters and adapters may have changed.
-            symbolic = SymbolicModel(self._model, self._device, has_fused_attention=self._device.type == "cuda")
+            symbolic = SymbolicModel(
+                self._model, self._device, has_fused_attention=self._device.type == "cuda", find=self._map.in_copy
+            )
             leftovers = symbolic.leftovers()
             forward = symbolic.trace(args, kwargs, has_padding=has_padding)
             forward.set_seconds(self._seconds_of)

@@ -107,7 +107,7 @@ class Provisioner:
             self._profile = self._seed_profile(resumed_profile)
             self._correction.start_at(self._profile.transient_factor)
             self._margin = SafetyMargin(self._profile.margin_bytes)
-        self._forecast = Forecast(model, next(model.parameters()).device, config.trace)
+        self._forecast = Forecast(model, model_map, next(model.parameters()).device, config.trace)
         self._gradients = Gradients(model, model_map)
         self._gathered_bytes = gathered_bytes(model) if units_of(model) else 0
         self._loads = ExpertLoads()

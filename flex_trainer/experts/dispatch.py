@@ -11,7 +11,8 @@ transformers' own `all_to_all` sends a copy of the token for each of its experts
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 from flex_trainer.experts.exchange import combine, dispatch
 from flex_trainer.experts.layout import Layout, Outgoing
 from flex_trainer.experts.local import run_local_experts
-from flex_trainer.experts.operators import Operators, Plainly
+from flex_trainer.experts.operators import Operators, Plainly, Run
 from flex_trainer.experts.transport import AllToAll, Transport
 
 _ATTRIBUTE = "_flex_ep"
@@ -41,9 +42,9 @@ class FlexEP(EPImplementation):
         """Who manages the activations of this layer puts itself here."""
         self.transport: Transport = AllToAll(ep_mesh.get_group())
         self._experts = experts
-        self._num_ranks: int = ep_mesh.size()
+        self.num_ranks: int = ep_mesh.size()
         self._first_expert: int = ep_mesh.get_local_rank() * self.num_local_experts
-        setattr(experts, _ATTRIBUTE, self)
+        attach_to(experts, self)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -55,19 +56,20 @@ class FlexEP(EPImplementation):
         return self._gathered(self._run(*shares), hidden_states)
 
     def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        outgoing = Outgoing.of(top_k_index, self.num_local_experts, self._num_ranks)
+        outgoing = Outgoing.of(top_k_index, self.num_local_experts, self.num_ranks)
         layout = Layout.of(outgoing, self.transport.exchange(outgoing.header(self.operators.wish())))
         run = self.operators.begin(layout)
-        experts = functools.partial(
-            run_local_experts, self._experts, self.experts_forward, self._first_expert, layout, run
+        return run_layer(
+            self._experts,
+            self.experts_forward,
+            self._first_expert,
+            self.transport,
+            layout,
+            run,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
         )
-
-        def parallel(hidden_states: torch.Tensor, top_k_weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            send = functools.partial(dispatch, self.transport, layout)
-            return run("experts", experts, *run("dispatch", send, hidden_states, top_k_weights, ids))
-
-        rows = run("parallel", parallel, hidden_states, top_k_weights, top_k_index)
-        return run("combine", functools.partial(combine, self.transport, layout), rows)
 
     def _share(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's share of the rows that its tensor-parallel group holds."""
@@ -81,6 +83,39 @@ class FlexEP(EPImplementation):
         return shares.full_tensor()
 
 
-def flex_ep_of(module: Any) -> FlexEP | None:
-    """The FlexEP of an experts module, if it has one."""
-    return cast("FlexEP | None", vars(module).get(_ATTRIBUTE))
+def run_layer(
+    experts: nn.Module,
+    forward: Callable[..., torch.Tensor],
+    first_expert: int,
+    transport: Transport,
+    layout: Layout,
+    run: Run,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Everything of a layer's experts that comes after the exchange of counts. See FlexEP and `run_local_experts`."""
+    local_experts = functools.partial(run_local_experts, experts, forward, first_expert, layout, run)
+
+    def parallel(hidden_states: torch.Tensor, top_k_weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        send = functools.partial(dispatch, transport, layout)
+        return run("experts", local_experts, *run("dispatch", send, hidden_states, top_k_weights, ids))
+
+    rows = run("parallel", parallel, hidden_states, top_k_weights, top_k_index)
+    return run("combine", functools.partial(combine, transport, layout), rows)
+
+
+class Dispatching(Protocol):
+    """How an experts module gets its tokens: a FlexEP, or what stands in for one."""
+
+    operators: Operators
+
+
+def attach_to(experts: nn.Module, how: Dispatching) -> None:
+    """Have `dispatching_of` find it."""
+    vars(experts)[_ATTRIBUTE] = how
+
+
+def dispatching_of(module: nn.Module) -> Dispatching | None:
+    """How a module's tokens come to it; None where its experts are all here, or get their tokens in another way."""
+    return vars(module).get(_ATTRIBUTE)

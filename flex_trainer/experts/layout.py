@@ -87,6 +87,28 @@ class Layout:
         return sum(self.received_sizes)
 
     @classmethod
+    def even(cls, top_k_index: torch.Tensor, num_local_experts: int, num_ranks: int) -> Layout:
+        """Of a rank that gets as many pairs as its own tokens make, in as many rows as it can send at most.
+
+        Args:
+            top_k_index: (N, K); only its shape is looked at.
+        """
+        num_tokens, num_top_k = top_k_index.shape
+        sizes = tuple(num_tokens * (rank < num_top_k) for rank in range(num_ranks))
+        return cls(
+            num_tokens=num_tokens,
+            num_top_k=num_top_k,
+            num_local_experts=num_local_experts,
+            sent_sizes=sizes,
+            received_sizes=sizes,
+            num_pairs=num_tokens * num_top_k,
+            sent_tokens=top_k_index.new_empty(sum(sizes), dtype=torch.int64),
+            expert_counts=top_k_index.new_zeros(num_local_experts, dtype=torch.int64),
+            is_replay_agreed=False,
+            would_all_replay=False,
+        )
+
+    @classmethod
     def of(cls, outgoing: Outgoing, header: torch.Tensor) -> Layout:
         """Both sides of the exchange. Waits for the device, once.
 

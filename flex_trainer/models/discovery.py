@@ -38,6 +38,15 @@ class ModelMap:
     layers: tuple[Operator, ...]
     experts: tuple[Operator, ...]
 
+    def in_copy(self, model: nn.Module) -> ModelMap:
+        """The same operators in a copy of the model."""
+        modules = dict(model.named_modules())
+
+        def copied(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+            return tuple(Operator(modules[operator.site.name], operator.site) for operator in operators)
+
+        return ModelMap(copied(self.operators), copied(self.layers), copied(self.experts))
+
 
 def discover(model: nn.Module) -> ModelMap:
     """List the operators and blocks of `model`, outermost first within a layer.

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.scope import Scope
-from flex_trainer.experts.dispatch import flex_ep_of
+from flex_trainer.experts.dispatch import dispatching_of
 from flex_trainer.models.discovery import ModelMap, Operator
 from flex_trainer.models.expert_parallel import ManagedOperators
 from flex_trainer.models.experts import ExpertSites, split_experts_forward
@@ -49,10 +49,10 @@ class Instrumentation:
 
     def _install(self, model: nn.Module, model_map: ModelMap, listener: RoutingListener) -> None:
         for operator in model_map.operators:
-            ep = flex_ep_of(operator.module)
-            if ep is not None:
+            dispatching = dispatching_of(operator.module)
+            if dispatching is not None:
                 managed = ManagedOperators(operator.module, operator.site, listener)
-                self._undo.append(replace_attribute(ep, "operators", managed))
+                self._undo.append(replace_attribute(dispatching, "operators", managed))
             elif operator.site.kind == "experts":
                 self._replace_forward(operator.module, self._experts_forward(operator, listener))
             else:
@@ -65,7 +65,7 @@ class Instrumentation:
         expert_sites = {
             operator.module: ExpertSites.of(operator.site)
             for operator in model_map.experts
-            if flex_ep_of(operator.module) is None
+            if dispatching_of(operator.module) is None
         }
         self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
         self._wrap_loss(model)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from flex_trainer.errors import UserError
-from flex_trainer.experts.dispatch import flex_ep_of
+from flex_trainer.experts.dispatch import dispatching_of
 from flex_trainer.models.discovery import ModelMap, Operator
 
 
@@ -73,6 +73,11 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[Any, Any]]:
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """The tensor that holds this rank's part of a parameter, without a gradient of its own."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def gathered_shape(parameter: DTensor) -> torch.Size:
+    """Shape of a parameter once it is gathered; of experts spread over ranks, this rank's share (along dimension 0)."""
+    return torch.Size((parameter.shape[0] // _axis_size(parameter, "ep"), *parameter.shape[1:]))
 
 
 def whole_bytes(parameter: torch.Tensor) -> int:
@@ -150,7 +155,7 @@ def without_replayed_collectives(model_map: ModelMap) -> ModelMap:
 def _if_local(operator: Operator) -> Operator:
     module = operator.module
     has_inner_unit = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
-    is_foreign = bool(getattr(module, "_is_expert_parallel", False)) and flex_ep_of(module) is None
+    is_foreign = bool(getattr(module, "_is_expert_parallel", False)) and dispatching_of(module) is None
     if not has_inner_unit and not is_foreign:
         return operator
     return Operator(module, replace(operator.site, is_replayable=False))

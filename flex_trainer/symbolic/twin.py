@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+from flex_trainer.models.sharding import gathered_shape
+from flex_trainer.symbolic.sharded import without_sharding
 
 _LARGE_BYTES = 65536
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
@@ -21,12 +25,18 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
     Nothing of the copy reaches back: what its forward changes (counters, caches, attributes) is changed in the copy.
     The hooks that a user put on modules are left out of it, since they may write somewhere else; those of libraries
     stay (PEFT makes embeddings require gradients that way, transformers collects router logits).
+
+    Of a sharded model, the copy is what one rank computes with: weights gathered, its own experts, tokens of all ranks
+    spread evenly over them (experts/imagined.py).
+
+    Raises:
+        NotSymbolic: experts that get their tokens from other ranks in a way that cannot be imagined.
     """
     memo: dict[int, Any] = {}
     with mode:
         for tensor in (*model.parameters(), *model.buffers()):
             memo[id(tensor)] = _fake(tensor, device)
-    with _PlainTensors(mode):
+    with _PlainTensors(mode), without_sharding(model, memo):
         twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
@@ -54,7 +64,10 @@ class _PlainTensors(TorchFunctionMode):
 
 
 def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, DTensor):
+        fake = torch.empty(gathered_shape(tensor), dtype=tensor.dtype, device=device)
+    else:
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake

@@ -1,0 +1,54 @@
+"""Experts of one rank as if all ranks' tokens were spread evenly: for runs on shapes alone, with nobody to talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from flex_trainer.experts.dispatch import FlexEP, attach_to, run_layer
+from flex_trainer.experts.layout import Layout
+from flex_trainer.experts.operators import Operators, Plainly
+
+
+class ImaginedEP:
+    """Stands in for a FlexEP on a copy of its experts module, whose tensors have shapes and no data.
+
+    Args:
+        experts: the copy; its forward is replaced.
+        original: what it stands in for.
+    """
+
+    def __init__(self, experts: nn.Module, original: FlexEP) -> None:
+        self.operators: Operators = Plainly()
+        self._experts = experts
+        self._num_ranks = original.num_ranks
+        self._num_local_experts = original.num_local_experts
+        forward: Callable[..., torch.Tensor] = type(experts).forward.__get__(experts)
+        self._forward = forward
+        attach_to(experts, self)
+        experts.forward = self
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        layout = Layout.even(top_k_index, self._num_local_experts, self._num_ranks)
+        self.operators.wish()
+        run = self.operators.begin(layout)
+        return run_layer(
+            self._experts, self._forward, 0, _Nowhere(), layout, run, hidden_states, top_k_index, top_k_weights
+        )
+
+
+class _Nowhere:
+    """Rows of the right shapes."""
+
+    def exchange(self, header: torch.Tensor) -> torch.Tensor:
+        return header
+
+    def dispatch(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.new_empty((layout.num_received, *tensor.shape[1:])) for tensor in tensors]
+
+    def combine(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.new_empty((layout.num_tokens, *tensor.shape[1:])) for tensor in tensors]

@@ -1,0 +1,65 @@
+"""Copies of sharded modules: FSDP2 refuses to be copied, and the copy must not talk to other ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from transformers.distributed.utils import TransformersDeviceMesh
+
+from flex_trainer.experts.dispatch import FlexEP, dispatching_of
+from flex_trainer.experts.imagined import ImaginedEP
+from flex_trainer.symbolic.counter import NotSymbolic
+
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+
+
+@contextmanager
+def without_sharding(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
+    """For a deep copy of `model` with `memo`: units of FSDP2 become modules of their own class, without its hooks, and
+    dispatches between ranks become imagined ones.
+
+    Raises:
+        NotSymbolic: experts that get their tokens from other ranks in a way that cannot be imagined.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    dispatching = {module: how for module in model.modules() if isinstance(how := dispatching_of(module), FlexEP)}
+    for module in model.modules():
+        if getattr(module, "_is_expert_parallel", False) and module not in dispatching:
+            raise NotSymbolic("experts on other ranks are reached by another implementation than 'flex'")
+    for how in dispatching.values():
+        memo[id(how)] = None
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, (DeviceMesh, TransformersDeviceMesh)):
+                memo[id(value)] = value
+    for unit in units:
+        own_class = type(unit).__mro__[type(unit)._orig_cls_mro_index]
+        memo[id(unit)] = object.__new__(own_class)
+    yield
+    for unit in units:
+        vars(memo[id(unit)]).update(copy.deepcopy(_state(unit), memo))
+    for module, how in dispatching.items():
+        ImaginedEP(memo[id(module)], how)
+
+
+def _state(unit: nn.Module) -> dict[str, Any]:
+    """What a unit would hold if it were none."""
+    state = {name: value for name, value in vars(unit).items() if name not in (STATE_KEY, REGISTRY_KEY)}
+    for name in _HOOK_TABLES:
+        state[name] = _not_of_fsdp(state[name])
+    return state
+
+
+def _not_of_fsdp(hooks: MutableMapping[int, Any]) -> MutableMapping[int, Any]:
+    kept = copy.copy(hooks)
+    for number, hook in hooks.items():
+        if (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp"):
+            del kept[number]
+    return kept
