@@ -35,7 +35,13 @@ class GroupedProducts:
         return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
 
     def down(self, rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        rows = self._project("down_proj", rows, offsets, expert_ids)
+        return self.norm(self.project_down(rows, offsets, expert_ids))
+
+    def project_down(self, rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """`down` without the norm that some families have after it."""
+        return self._project("down_proj", rows, offsets, expert_ids)
+
+    def norm(self, rows: torch.Tensor) -> torch.Tensor:
         return self._experts.post_expert_norm(rows) if self._experts.has_post_expert_norm else rows
 
     def _project(self, name: str, rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:

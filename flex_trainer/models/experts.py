@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flex_trainer.compat import grouped_linear
+from flex_trainer.experts.grouped import GroupedProducts
 from flex_trainer.strategy import Site
 
 
@@ -56,6 +56,7 @@ def split_experts_forward(
 ) -> torch.Tensor:
     """The experts' output (N, D) for `hidden_states` (N, D), `top_k_index` (N, K) and `top_k_weights` (N, K)."""
     num_experts = experts.num_experts
+    products = GroupedProducts(experts)
     num_top_k = top_k_index.size(-1)
     dtype = hidden_states.dtype  # the closures below must not keep hidden_states itself alive
     # Step 1: routing data. Rows for experts of other ranks carry the id `num_experts` and sort to the end.
@@ -75,21 +76,13 @@ def split_experts_forward(
         rows = hidden_states[order // num_top_k]
         return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
-    def project(rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor, name: str) -> torch.Tensor:
-        weight = getattr(experts, name)
-        bias = getattr(experts, f"{name}_bias")[expert_ids] if experts.has_bias else None
-        rows = grouped_linear(rows, weight, offsets, bias=bias, is_transposed=experts.is_transposed)
+    def up(rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        rows = products.up(rows, offsets, expert_ids)
         return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
-    def up(rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        return project(rows, offsets, expert_ids, "gate_up_proj" if experts.has_gate else "up_proj")
-
-    def activation(rows: torch.Tensor) -> torch.Tensor:
-        return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-
     def down(rows: torch.Tensor, offsets: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        rows = project(rows, offsets, expert_ids, "down_proj")
-        return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
+        rows = products.project_down(rows, offsets, expert_ids)
+        return products.norm(rows if foreign is None else rows.masked_fill(foreign, 0.0))
 
     def combine(rows: torch.Tensor, row_weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         weighted = rows * row_weights.unsqueeze(-1)
@@ -99,6 +92,6 @@ def split_experts_forward(
 
     rows = run(sites.dispatch, dispatch, hidden_states, order)
     rows = run(sites.up, up, rows, offsets, expert_ids)
-    rows = run(sites.activation, activation, rows)
+    rows = run(sites.activation, products.activation, rows)
     rows = run(sites.down, down, rows, offsets, expert_ids)
     return run(sites.combine, combine, rows, row_weights, order)
