@@ -91,3 +91,19 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Callable[[], None]:
             space.pop(_KEY, None)
 
     return undo
+
+
+def take_off_copy(original: Any, copied: Any) -> None:
+    """Give a deep copy of an object what the object had before anything was replaced on it.
+
+    A copy finds its own methods by itself; a function under a name that the class does not have is copied as it is.
+    """
+    space = vars(copied)
+    for name, replacements in vars(original).get(_KEY, {}).items():
+        first = replacements[0]
+        if space.get(name, _ABSENT) is not vars(original).get(name, _ABSENT):
+            continue
+        if first.earlier is _ABSENT:
+            del space[name]
+        else:
+            space[name] = first.earlier

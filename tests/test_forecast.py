@@ -97,3 +97,19 @@ def test_without_traces_such_a_model_trains() -> None:
 
 def test_a_model_that_keeps_to_itself_is_planned_from_its_first_micro_batch() -> None:
     assert [record.is_profile for record in run(trace=True, leaks=False).records] == [False, False]
+
+
+def test_what_was_traced_is_what_runs() -> None:
+    """A copy of a managed model must not have the manager's wrappers: the run would have another structure, and all
+    that only a trace knows would be lost after the first micro-batch."""
+    model = tiny_model("mixtral")
+    runtime = FlexRuntime(FlexConfig(BASE_BYTES + 500_000_000))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    for _ in range(2):
+        with runtime.backward():
+            model(**tiny_batch(model, 2, 24)).loss.backward()
+    assert runtime._provisioner is not None
+    [[structure]] = runtime._provisioner._profile._structures.values()
+    assert structure.is_traced
+    runtime.detach()

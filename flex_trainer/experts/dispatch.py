@@ -97,11 +97,14 @@ def run_layer(
     """Everything of a layer's experts that comes after the exchange of counts. See FlexEP and `run_local_experts`."""
     local_experts = functools.partial(run_local_experts, experts, forward, first_expert, layout, run)
 
-    def parallel(hidden_states: torch.Tensor, top_k_weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def parallel(
+        hidden_states: torch.Tensor, top_k_weights: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
         send = functools.partial(dispatch, transport, layout)
-        return run("experts", local_experts, *run("dispatch", send, hidden_states, top_k_weights, ids))
+        return run("experts", local_experts, *run("dispatch", send, hidden_states, top_k_weights, ids), offsets)
 
-    rows = run("parallel", parallel, hidden_states, top_k_weights, top_k_index)
+    # Routing data are handed on as arguments, so that the engine knows that they were made before.
+    rows = run("parallel", parallel, hidden_states, top_k_weights, top_k_index, layout.offsets)
     return run("combine", functools.partial(combine, transport, layout), rows)
 
 

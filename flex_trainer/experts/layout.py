@@ -77,6 +77,8 @@ class Layout:
     """(S,), int64: the token of each row, in the order of ranks, then tokens."""
     expert_counts: torch.Tensor
     """(E/R,), int64: pairs of each expert of this rank."""
+    offsets: torch.Tensor
+    """(E/R,), int32: where each expert's pairs end, sorted by expert."""
     is_replay_agreed: bool
     """All ranks want the dispatch to be replayed in backward."""
     would_all_replay: bool
@@ -104,6 +106,7 @@ class Layout:
             num_pairs=num_tokens * num_top_k,
             sent_tokens=top_k_index.new_empty(sum(sizes), dtype=torch.int64),
             expert_counts=top_k_index.new_zeros(num_local_experts, dtype=torch.int64),
+            offsets=top_k_index.new_zeros(num_local_experts, dtype=torch.int32),
             is_replay_agreed=False,
             would_all_replay=False,
         )
@@ -131,6 +134,7 @@ class Layout:
             num_pairs=num_pairs,
             sent_tokens=sent_tokens,
             expert_counts=expert_counts,
+            offsets=torch.cumsum(expert_counts, dim=0, dtype=torch.int32),
             is_replay_agreed=all(wants),
             would_all_replay=all(map(max, wants, would)),
         )

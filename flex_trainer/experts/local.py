@@ -9,8 +9,9 @@ Weights are applied and summed here and not where the token came from, so that o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +32,7 @@ def run_local_experts(
     rows: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    offsets: torch.Tensor,
 ) -> torch.Tensor:
     """The weighted sum, over each row's experts on this rank, of what they make of it: (M, D).
 
@@ -42,31 +44,40 @@ def run_local_experts(
         rows: (M, D).
         weights: (M, K).
         ids: (M, K), global ids; those of other ranks' experts are passed over.
+        offsets: (E/R,), where each expert's pairs end.
     """
-    # Step 1: pairs of a row and an expert, sorted by expert; those of other ranks sort to the end and are cut off.
-    num_experts = layout.num_local_experts
-    local_ids = ids.reshape(-1) - first_expert
-    is_here = (local_ids >= 0) & (local_ids < num_experts)
-    sorted_ids, order = torch.sort(torch.where(is_here, local_ids, num_experts), stable=True)
-    pair_experts, order = sorted_ids[: layout.num_pairs].long(), order[: layout.num_pairs]
-    pair_rows = order // layout.num_top_k
-    pair_weights = weights.reshape(-1).index_select(0, order)
-
-    # Step 2: the operators.
-    inputs = run("permute", _permute, rows, pair_rows)
+    permute = functools.partial(_permute, first_expert, layout)
+    inputs, pairs = run("permute", permute, rows, weights, ids)
     if experts.config._experts_implementation == "grouped_mm":
         products = GroupedProducts(experts)
-        offsets = torch.cumsum(layout.expert_counts, dim=0, dtype=torch.int32)
-        hidden = run("up", products.up, inputs, offsets, pair_experts)
+        hidden = run("up", products.up, inputs, offsets, pairs.experts)
         hidden = run("activation", products.activation, hidden)
-        outputs = run("down", products.down, hidden, offsets, pair_experts)
+        outputs = run("down", products.down, hidden, offsets, pairs.experts)
     else:
-        outputs = run("product", _whole_product(experts, forward), inputs, pair_experts)
-    return run("unpermute", _unpermute, outputs, pair_weights, pair_rows, rows.size(0))
+        outputs = run("product", _whole_product(experts, forward), inputs, pairs.experts)
+    return run("unpermute", _unpermute, outputs, pairs.weights, pairs.rows, rows.size(0))
 
 
-def _permute(rows: torch.Tensor, pair_rows: torch.Tensor) -> torch.Tensor:
-    return rows.index_select(0, pair_rows)
+class _Pairs(NamedTuple):
+    """Pairs of a row and an expert on this rank, sorted by expert: (P,) each."""
+
+    rows: torch.Tensor
+    experts: torch.Tensor
+    """Numbers among this rank's experts."""
+    weights: torch.Tensor
+
+
+def _permute(
+    first_expert: int, layout: Layout, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, _Pairs]:
+    local_ids = ids.reshape(-1) - first_expert
+    is_here = (local_ids >= 0) & (local_ids < layout.num_local_experts)
+    # Pairs of other ranks' experts sort to the end and are cut off, by copies: nothing of the whole is kept.
+    sorted_ids, order = torch.sort(torch.where(is_here, local_ids, layout.num_local_experts), stable=True)
+    order = order[: layout.num_pairs].clone()
+    pair_rows = order // layout.num_top_k
+    pairs = _Pairs(pair_rows, sorted_ids[: layout.num_pairs].long(), weights.reshape(-1).index_select(0, order))
+    return rows.index_select(0, pair_rows), pairs
 
 
 def _unpermute(
@@ -75,8 +86,21 @@ def _unpermute(
     # Half precision is summed in float32: float32 weights make the product so.
     dtype = torch.float32 if outputs.dtype in _HALF else outputs.dtype
     weighted = outputs * pair_weights.unsqueeze(-1).to(torch.promote_types(pair_weights.dtype, dtype))
-    total = weighted.new_zeros((num_rows, outputs.size(-1)))
-    return total.index_add(0, pair_rows, weighted).to(outputs.dtype)
+    total: torch.Tensor = _SumByRow.apply(weighted, pair_rows, num_rows)  # pyright: ignore[reportAssignmentType]
+    return total.to(outputs.dtype)
+
+
+class _SumByRow(torch.autograd.Function):
+    """torch's own index_add keeps what it has added for backward, and needs only its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, weighted: torch.Tensor, pair_rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        ctx.save_for_backward(pair_rows)
+        return weighted.new_zeros((num_rows, weighted.size(-1))).index_add_(0, pair_rows, weighted)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0].index_select(0, *ctx.saved_tensors), None, None
 
 
 def _whole_product(experts: Any, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -10,6 +10,13 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flex_trainer.experts.dispatch import FlexEP
 
 NAME = "flex"
 _MODELS_MODULE = "transformers.modeling_utils"  # no model is loaded without it
@@ -26,9 +33,14 @@ def register() -> None:
 def _register() -> None:
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
+    EPImplementationInterface.register(NAME, _make)
+
+
+def _make(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> FlexEP:
+    # Not before: what it needs of transformers may be half imported while `_register` runs.
     from flex_trainer.experts.dispatch import FlexEP
 
-    EPImplementationInterface.register(NAME, FlexEP)
+    return FlexEP(experts, ep_mesh, tp_mesh)
 
 
 class _AfterImport(MetaPathFinder):

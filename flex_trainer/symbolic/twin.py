@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from flex_trainer.models.sharding import gathered_shape
 from flex_trainer.symbolic.sharded import without_sharding
+from flex_trainer.undo import take_off_copy
 
 _LARGE_BYTES = 65536
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
@@ -38,6 +39,8 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
             memo[id(tensor)] = _fake(tensor, device)
     with _PlainTensors(mode), without_sharding(model, memo):
         twin = copy.deepcopy(model, memo)
+    for module in model.modules():
+        take_off_copy(module, memo[id(module)])
     for module in twin.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             _remove_foreign(hooks)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flex_trainer import FlexConfig, FlexRuntime
 from flex_trainer.activations.scope import Choices
 from flex_trainer.strategy import Site, Strategy
-from tests.distributed.models import all_ids, gradients_of, mean_over_ranks, my_part, spread_model
+from tests.distributed.models import all_ids, gradients_of, mean_over_ranks, my_part, skew, spread_model
 
 STRATEGIES = ("keep", "recompute", "offload", "quantize", "mixed", "differs_by_rank", "replayed_dispatch")
 
@@ -48,14 +48,19 @@ def force(runtime: FlexRuntime, choices: Choices) -> None:
     provisioner.begin = forced
 
 
-def steps(path: str, strategies: tuple[str | None, ...], **parallel: Any) -> list[dict[str, Any]]:
+def steps(
+    path: str, strategies: tuple[str | None, ...], is_skewed: bool = False, **parallel: Any
+) -> list[dict[str, Any]]:
     """For each strategy: loss, gradients (on rank 0) and what the ledger says of one step.
 
     Args:
         strategies: of STRATEGIES; None: no runtime at all.
+        is_skewed: all tokens go to the first experts.
         parallel: as `spread_model`.
     """
     model = spread_model(Path(path), **parallel)
+    if is_skewed:
+        skew(model)
     return [_step(model, strategy) for strategy in strategies]
 
 

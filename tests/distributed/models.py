@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import flex_trainer  # noqa: F401  (registers "flex")
+from flex_trainer.models.discovery import find_experts
 from flex_trainer.testing.tiny import tiny_model
 
 SEQUENCES = 8
@@ -70,3 +71,14 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def skew(model: nn.Module) -> None:
+    """Send every token to the first experts, with the weights that the router chose."""
+    for module in find_experts(model):
+        module.register_forward_pre_hook(_first_experts)
+
+
+def _first_experts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden_states, index, weights = args
+    return hidden_states, torch.arange(index.size(1)).expand_as(index), weights

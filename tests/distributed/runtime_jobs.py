@@ -5,28 +5,102 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from flex_trainer import FlexConfig, FlexRuntime
-from tests.distributed.models import all_ids, my_part, spread_model
+from flex_trainer.expert_loads import known_graph
+from flex_trainer.experts.dispatch import dispatching_of
+from flex_trainer.experts.transport import AllToAll
+from flex_trainer.strategy import Strategy
+from tests.distributed.equality_jobs import Forced, force
+from tests.distributed.models import all_ids, gradients_of, my_part, relative_error, skew, spread_model
+from tests.fake_meter import BASE_BYTES, with_fake_meter
 
 
 def predicted_and_held(path: str, num_steps: int, **parallel: Any) -> list[dict[str, Any]]:
-    """For every step: what was predicted before it, what was held at the end of forward."""
+    """For every step in which everything is kept: bytes predicted once all routers had spoken, bytes held."""
     model = spread_model(Path(path), **parallel)
     runtime = FlexRuntime(FlexConfig(memory_limit="20GiB"))
     runtime.attach(model)
+    provisioner: Any = runtime._provisioner
+    answers = []
     for number in range(num_steps):
         ids = my_part(all_ids(model, seed=number))
         with runtime.backward():
-            model(input_ids=ids, labels=ids).loss.backward()
+            loss = model(input_ids=ids, labels=ids).loss
+            micro_batch = runtime._pending[0]
+            graph = known_graph(micro_batch, provisioner._profile.graph(micro_batch.shape), layer=1000)
+            planner = provisioner._plans._planner(graph, "bandwidth")
+            predicted_bytes = planner.uniform(Strategy.KEEP, micro_batch.gradients).predicted_bytes
+            answers.append(
+                {
+                    "is_profile": micro_batch.plan is None,
+                    "predicted_bytes": predicted_bytes,
+                    "held_bytes": micro_batch.actual_bytes,
+                    "loads": micro_batch.loads,
+                }
+            )
+            loss.backward()
         model.zero_grad()
     runtime.detach()
-    return [
-        {
-            "profile": record.is_profile,
-            "predicted": record.predicted_bytes,
-            "actual": record.actual_bytes,
-            "replans": record.num_replans,
-            "imbalance": record.imbalance,
-        }
-        for record in runtime.records
-    ]
+    return answers
+
+
+def skewed_steps(path: str, num_steps: int, **parallel: Any) -> list[dict[str, Any]]:
+    """Steps in which every token goes to experts of rank 0, under a limit that they do not fit in there."""
+    model = spread_model(Path(path), **parallel)
+    skew(model)
+    plain = [float(_loss(model, number)) for number in range(num_steps)]
+    runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + 8_150_000, strategies=("recompute",)))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    for number in range(num_steps):
+        with runtime.backward():
+            loss = _loss(model, number)
+            loads = runtime._pending[0].loads
+            loss.backward()
+        plain[number] = {"plain_loss": plain[number], "loss": float(loss), "loads": loads}
+        model.zero_grad()
+    runtime.detach()
+    return [{**step, "freed": record.freed_bytes} for step, record in zip(plain, runtime.records, strict=True)]
+
+
+def _loss(model: Any, number: int) -> torch.Tensor:
+    ids = my_part(all_ids(model, seed=number))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str, Any]:
+    """One step in which each rank has a wish of its own; the gradients against those of a step without a runtime."""
+    model = spread_model(Path(path), **parallel)
+    _loss(model, 0).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    runtime = FlexRuntime(FlexConfig(memory_limit="20GiB"))
+    runtime.attach(model)
+    force(runtime, Forced("replayed_dispatch" if wishes[dist.get_rank()] else "keep"))
+    num_exchanges = 0
+    original = AllToAll._move
+
+    def counted(self: Any, *args: Any) -> Any:
+        nonlocal num_exchanges
+        num_exchanges += 1
+        return original(self, *args)
+
+    AllToAll._move = counted
+    try:
+        with runtime.backward():
+            loss = _loss(model, 0)
+            agreed = len(runtime._pending[0].agreed_layers)
+            loss.backward()
+    finally:
+        AllToAll._move = original
+    runtime.detach()
+    actual = gradients_of(model)
+    return {
+        "agreed": agreed,
+        "moe_layers": sum(dispatching_of(module) is not None for module in model.modules()),
+        "exchanges": num_exchanges,
+        "error": max(relative_error(actual[name], gradient) for name, gradient in expected.items()),
+    }

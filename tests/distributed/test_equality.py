@@ -10,7 +10,7 @@ import torch
 
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed.equality_jobs import STRATEGIES
-from tests.distributed.models import all_ids, gradients_of, relative_error, saved_model, whole_model
+from tests.distributed.models import all_ids, gradients_of, relative_error, saved_model, skew, whole_model
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
 EXACT = 1e-5
@@ -23,22 +23,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-_plain: dict[Path, tuple[float, dict[str, torch.Tensor]]] = {}
+_plain: dict[tuple[Path, bool], tuple[float, dict[str, torch.Tensor]]] = {}
 
 
-def one_process(path: Path) -> tuple[float, dict[str, torch.Tensor]]:
+def one_process(path: Path, is_skewed: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the whole model on all tokens."""
-    if path not in _plain:
+    if (path, is_skewed) not in _plain:
         model = whole_model(path)
+        if is_skewed:
+            skew(model)
         ids = all_ids(model)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        _plain[path] = float(loss), gradients_of(model)
-    return _plain[path]
+        _plain[path, is_skewed] = float(loss.detach()), gradients_of(model)
+    return _plain[path, is_skewed]
 
 
-def assert_equal(answer: dict, path: Path, bound: float) -> None:
-    loss, gradients = one_process(path)
+def assert_equal(answer: dict, expected: tuple[float, dict[str, torch.Tensor]], bound: float) -> None:
+    loss, gradients = expected
     assert answer["loss"] == pytest.approx(loss, rel=bound)
     assert answer["gradients"].keys() == gradients.keys()
     errors = {name: relative_error(answer["gradients"][name], expected) for name, expected in gradients.items()}
@@ -58,10 +60,19 @@ def assert_used(strategy: str, answer: dict) -> None:
         assert freed["recompute" if strategy == "replayed_dispatch" else strategy] > 0
 
 
-def check(ranks: RankPool, path: Path, strategies: tuple[str | None, ...], **parallel: Any) -> None:
-    by_rank = ranks.run("tests.distributed.equality_jobs:steps", path=str(path), strategies=strategies, **parallel)
+def check(
+    ranks: RankPool, path: Path, strategies: tuple[str | None, ...], is_skewed: bool = False, **parallel: Any
+) -> None:
+    """Against one process within rounding; and under exact strategies, bit for bit what the first one gave."""
+    job = "tests.distributed.equality_jobs:steps"
+    by_rank = ranks.run(job, path=str(path), strategies=strategies, is_skewed=is_skewed, **parallel)
+    expected = one_process(path, is_skewed)
+    first = by_rank[0][0]["gradients"]
     for number, strategy in enumerate(strategies):
-        assert_equal(by_rank[0][number], path, QUANTIZED if strategy == "quantize" else EXACT)
+        answer = by_rank[0][number]
+        assert_equal(answer, expected, QUANTIZED if strategy == "quantize" else EXACT)
+        if strategy != "quantize":
+            assert all(torch.equal(gradient, first[name]) for name, gradient in answer["gradients"].items()), strategy
         if strategy is not None:
             for answers in by_rank:
                 assert_used(strategy, answers[number])
@@ -93,3 +104,9 @@ def test_fsdp_alone(two_ranks: RankPool, directory: Path) -> None:
 def test_four_ranks(four_ranks: RankPool, directory: Path, fsdp: int, ep: int, replicate: int) -> None:
     path = saved_model(directory, "deepseek_v3")
     check(four_ranks, path, (None, *STRATEGIES), fsdp=fsdp, ep=ep, replicate=replicate)
+
+
+def test_all_tokens_on_one_rank_and_none_on_the_other(two_ranks: RankPool, directory: Path) -> None:
+    """Ranks without a row run the same operators and collectives; their experts get gradients of zero."""
+    strategies = (None, "recompute", "offload", "replayed_dispatch", "differs_by_rank")
+    check(two_ranks, saved_model(directory, "qwen3_moe"), strategies, is_skewed=True, fsdp=2, ep=2)

@@ -112,10 +112,8 @@ def test_a_rank_that_gets_more_rows_plans_again_and_its_neighbour_does_not(attac
         assert runtime._provisioner is not None
         original = runtime._provisioner.revise
 
-        def revise(micro_batch: Any, site: Any, routing: Routing, original: Any = original, k: int = rows_factor) -> None:  # noqa: E501
-            micro_batch: Any, site: Any, routing: Routing, original: Any = original, k: int = rows_factor
-        ) -> None:
-            original(micro_batch, site, replace(routing, num_pairs=routing.num_pairs * k))
+        def revise(running: Any, site: Any, routing: Routing, original: Any = original, k: int = rows_factor) -> None:
+            original(running, site, replace(routing, num_pairs=routing.num_pairs * k))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runtime._provisioner, "revise", revise)
