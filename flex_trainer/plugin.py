@@ -34,9 +34,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
+from flex_trainer.clipping import clip_grad_norm_
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.runtime import FlexRuntime
@@ -86,6 +88,8 @@ class FlexPlugin:
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
+        if getattr(unwrapped, "is_distributed_loading_by_transformers", False):
+            self._wrap_clipping(accelerator)
         self._transaction = Transaction(
             self.runtime,
             (lambda: _SyncFlag(accelerator), *self._remember),
@@ -137,6 +141,15 @@ class FlexPlugin:
                 self.runtime.step += 1
 
         self._undo.append(replace_attribute(accelerator, "backward", backward))
+
+    def _wrap_clipping(self, accelerator: Accelerator) -> None:
+        """accelerate clips by torch's function, which raises for experts and other weights on meshes of their own."""
+
+        def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+            accelerator.unscale_gradients()
+            return clip_grad_norm_(parameters, max_norm, norm_type)
+
+        self._undo.append(replace_attribute(accelerator, "clip_grad_norm_", clip))
 
 
 class _SyncFlag:
