@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
@@ -32,6 +33,7 @@ SPIKE_COLUMNS = (
     "peak_bytes",
     "limit_bytes",
     "num_replans",
+    "rank",
 )
 MAX_TABLE_ROWS = 10_000
 """Weights & Biases cuts a logged table here; we cut it ourselves, and keep the worst."""
@@ -41,7 +43,8 @@ class FlexMemoryCallback(TrainerCallback):
     """Scalars, a table of spikes at the end, and an alert for a micro-batch over the limit.
 
     FlexTrainer installs it by default. The table and the alert go to Weights & Biases where `report_to` has "wandb" and
-    a run is active; without it an alert is a warning in the log. Only the main process reports.
+    a run is active; without it an alert is a warning in the log. Only the main process reports; it alerts about other
+    ranks when a row of values tells of them.
 
     Args:
         runtime: the runtime whose records are reported.
@@ -61,6 +64,8 @@ class FlexMemoryCallback(TrainerCallback):
         self._next_unchecked = len(runtime.records)
         self._num_unreported = 0
         self._last_alert_step: int | None = None
+        self._args: TrainingArguments | None = None
+        self._state: TrainerState | None = None
 
     def log_values(self, logs: Mapping[str, Any], gather: Gather | None = None) -> dict[str, float]:
         """The values to add to `logs` before the Trainer logs them: none unless it is a row of training (has a loss).
@@ -68,11 +73,18 @@ class FlexMemoryCallback(TrainerCallback):
         With several processes every rank calls this (Trainer.log is called on all of them), with
         `gather=accelerate.utils.gather_object`.
         """
-        return self._log.values(gather) if "loss" in logs else {}
+        if "loss" not in logs:
+            return {}
+        values = self._log.values(gather)
+        if self._log.num_over_limit_elsewhere and self._args is not None and self._state is not None:
+            if self._state.is_world_process_zero and self._may_alert(self._state.global_step):
+                _alert(self._args, _text_of_others(self._log.num_over_limit_elsewhere, values))
+        return values
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._args, self._state = args, state
         self._log.restart(state.log_history if state.global_step > 0 else ())
         self._next_unchecked = len(self.runtime.records)
         self._num_unreported = 0
@@ -85,37 +97,51 @@ class FlexMemoryCallback(TrainerCallback):
         if not over_limit or not state.is_world_process_zero:
             return
         self._num_unreported += len(over_limit)
-        since = None if self._last_alert_step is None else state.global_step - self._last_alert_step
-        if since is None or since >= self.alert_every_steps:
+        if self._may_alert(state.global_step):
             worst = max(over_limit, key=lambda record: record.peak_bytes - record.limit_bytes)
             _alert(args, _alert_text(worst, self._num_unreported))
-            self._last_alert_step = state.global_step
             self._num_unreported = 0
+
+    def _may_alert(self, step: int) -> bool:
+        """Whether the last alert is long enough ago; then this one counts as the last."""
+        if self._last_alert_step is not None and step - self._last_alert_step < self.alert_every_steps:
+            return False
+        self._last_alert_step = step
+        return True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not state.is_world_process_zero:
+        if not _reports_to_wandb(args):
             return
-        run = _wandb_run(args)
+        rows: list[Any] = spike_rows(self._log.run_records, rank=args.process_index)
+        if args.world_size > 1:
+            rows = _worst_rows(gather_object(rows))
+        run = _wandb_run(args) if state.is_world_process_zero else None
         if run is None:
             return
         import wandb
 
-        rows: list[Any] = spike_rows(self._log.run_records)
         table = wandb.Table(columns=list(SPIKE_COLUMNS), data=rows)
         # No explicit step: an offline run drops what comes with a step before its newest one.
         run.log({"flex/spikes": table, "train/global_step": state.global_step})
 
 
-def spike_rows(records: Sequence[MicroBatchRecord], max_rows: int = MAX_TABLE_ROWS) -> list[list[float]]:
-    """The spikes in order, one row of `SPIKE_COLUMNS` each; if more than `max_rows`, those furthest over budget."""
+def spike_rows(records: Sequence[MicroBatchRecord], max_rows: int = MAX_TABLE_ROWS, rank: int = 0) -> list[list[float]]:
+    """The spikes of a rank in order, one row of `SPIKE_COLUMNS` each; if more than `max_rows`, those furthest over
+    budget."""
+    columns = SPIKE_COLUMNS[:-1]
     spikes = [record for record in records if record.is_spike]
-    if len(spikes) > max_rows:
-        logger.warning("the table of spikes has the %d furthest over budget of %d", max_rows, len(spikes))
-        worst_first = sorted(spikes, key=lambda record: record.budget_bytes - record.demand_bytes)
-        spikes = sorted(worst_first[:max_rows], key=lambda record: record.micro_batch)
-    return [[getattr(record, column) for column in SPIKE_COLUMNS] for record in spikes]
+    return _worst_rows([[*(getattr(record, column) for column in columns), rank] for record in spikes], max_rows)
+
+
+def _worst_rows(rows: list[list[float]], max_rows: int = MAX_TABLE_ROWS) -> list[list[float]]:
+    """In order of micro-batch and rank; at most so many, those furthest over budget."""
+    if len(rows) > max_rows:
+        logger.warning("the table of spikes has the %d furthest over budget of %d", max_rows, len(rows))
+        budget, demand = SPIKE_COLUMNS.index("budget_bytes"), SPIKE_COLUMNS.index("demand_bytes")
+        rows = sorted(rows, key=lambda row: row[budget] - row[demand])[:max_rows]
+    return sorted(rows, key=lambda row: (row[SPIKE_COLUMNS.index("micro_batch")], row[-1]))
 
 
 def _alert_text(worst: MicroBatchRecord, num_over_limit: int) -> str:
@@ -124,6 +150,15 @@ def _alert_text(worst: MicroBatchRecord, num_over_limit: int) -> str:
         f"{which} over the memory limit since the last alert. Worst: micro-batch {worst.micro_batch} of step "
         f"{worst.step}, {worst.num_tokens} tokens, peak {format_bytes(worst.peak_bytes)}, "
         f"limit {format_bytes(worst.limit_bytes)}. "
+        "A larger transient_reserve leaves more room."
+    )
+
+
+def _text_of_others(num_over_limit: int, values: Mapping[str, float]) -> str:
+    which = "1 micro-batch" if num_over_limit == 1 else f"{num_over_limit} micro-batches"
+    return (
+        f"{which} of other ranks over their memory limit since the last row of values; nearest to its limit was rank "
+        f"{values['flex/memory/limit_percent_rank']:.0f} with {values['flex/memory/limit_percent']:.1f}% of it. "
         "A larger transient_reserve leaves more room."
     )
 
@@ -139,9 +174,13 @@ def _alert(args: TrainingArguments, text: str) -> None:
 
 def _wandb_run(args: TrainingArguments) -> Any | None:
     """The active Weights & Biases run of a Trainer that reports there. Otherwise wandb is not even imported."""
-    report_to = [args.report_to] if isinstance(args.report_to, str) else (args.report_to or [])
-    if "wandb" not in report_to:
+    if not _reports_to_wandb(args):
         return None
     import wandb
 
     return wandb.run
+
+
+def _reports_to_wandb(args: TrainingArguments) -> bool:
+    report_to = [args.report_to] if isinstance(args.report_to, str) else (args.report_to or [])
+    return "wandb" in report_to

@@ -20,7 +20,8 @@ memory is the worst one, wherever it stands in the window.
 | `flex/spike/count`, `total` | spikes in the window, and in the run |
 | `flex/spike/over_limit_count`, `over_limit_total` | micro-batches with a peak over the limit, the same way |
 | `flex/retries/count`, `flex/retries/total` | optimizer steps taken back and run again, the same way |
-| `flex/memory/peak_rank` | only with several processes: the rank that had the peak |
+| `flex/memory/limit_percent` | the measured peak in percent of the limit |
+| `flex/memory/peak_rank`, `limit_percent_rank`, `flex/imbalance/max_rank` | several processes: the rank that had it |
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ _SUMMED = frozenset(
     }
 )
 _AVERAGED = frozenset({"flex/imbalance/mean", "flex/plan/prediction_error_mean_percent"})
+_RANK_NAMES = {
+    "flex/memory/peak_gib": "flex/memory/peak_rank",
+    "flex/memory/limit_percent": "flex/memory/limit_percent_rank",
+    "flex/imbalance/max": "flex/imbalance/max_rank",
+}
+"""Largest values that come with the rank that had them."""
 
 
 class Runtime(Protocol):
@@ -86,6 +93,7 @@ def flex_logs(
         sizes_bytes[f"freed_{strategy}"] = max(record.freed_bytes.get(strategy, 0) for record in records)
     logs = _as_gib(sizes_bytes)
     logs["flex/memory/peak_micro_batch"] = worst.micro_batch
+    logs["flex/memory/limit_percent"] = 100 * worst.peak_bytes / limit_bytes if limit_bytes else 0.0
     logs["flex/imbalance/max"] = max(record.imbalance for record in records)
     logs["flex/imbalance/mean"] = sum(record.imbalance for record in records) / len(records)
     logs["flex/plan/time_ms"] = max(record.plan_ms for record in records)
@@ -105,7 +113,8 @@ def reduce_over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One row from the rows of all ranks, in rank order; empty rows (a rank without micro-batches) are left out.
 
     Counts are added, means averaged, all else is the largest. `peak_micro_batch` is the one of the rank with the
-    highest peak, and `flex/memory/peak_rank` names that rank.
+    highest peak. `peak_rank`, `limit_percent_rank` and `max_rank` name the rank that had the largest peak, share of its
+    limit and imbalance; of several, the first.
     """
     filled = [(rank, row) for rank, row in enumerate(rows) if row]
     if not filled:
@@ -120,9 +129,11 @@ def reduce_over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         else:
             reduced[name] = max(values)
     if len(rows) > 1:
-        worst_rank, worst_row = max(filled, key=lambda pair: pair[1]["flex/memory/peak_gib"])
-        reduced["flex/memory/peak_micro_batch"] = worst_row["flex/memory/peak_micro_batch"]
-        reduced["flex/memory/peak_rank"] = worst_rank
+        for name, rank_name in _RANK_NAMES.items():
+            worst_rank, worst_row = max(filled, key=lambda pair: pair[1][name])
+            reduced[rank_name] = worst_rank
+            if name == "flex/memory/peak_gib":
+                reduced["flex/memory/peak_micro_batch"] = worst_row["flex/memory/peak_micro_batch"]
     return reduced
 
 
@@ -140,6 +151,8 @@ class FlexLog:
         self._num_spikes = 0
         self._num_over_limit = 0
         self._num_retries = 0
+        self.num_over_limit_elsewhere = 0
+        """Micro-batches of other ranks over their limit, in the newest row."""
 
     def restart(self, log_history: Sequence[Mapping[str, Any]] = ()) -> None:
         """Begin a training run; `log_history` holds the earlier rows of a run that is resumed.
@@ -177,7 +190,10 @@ class FlexLog:
             row.update(_as_gib(self._runtime.memory_now()))
         rows = [row] if gather is None else gather([row])
         reduced = reduce_over_ranks(rows)
+        self.num_over_limit_elsewhere = 0
         if reduced:
+            over_limit = "flex/spike/over_limit_count"
+            self.num_over_limit_elsewhere = int(reduced[over_limit] - row.get(over_limit, 0))
             # Totals of reduced counts: every rank resumes from the same history row, and that one has all ranks in it.
             self._num_spikes += int(reduced["flex/spike/count"])
             self._num_over_limit += int(reduced["flex/spike/over_limit_count"])

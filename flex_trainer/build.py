@@ -1,7 +1,6 @@
 """From a checked recipe to the objects of a run: training arguments, tokenizer, model, samples.
 
-The second half of the recipe's checks is here too, since it needs transformers: names and types of TrainingArguments
-fields and the keys of a model's configuration.
+The keys of a model's configuration are checked here too, since that needs transformers.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,9 +25,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from flex_trainer.config import nearest
 from flex_trainer.data import build_dataset, byte_tokenizer
 from flex_trainer.data.samples import TokenDataset
+from flex_trainer.distribute import check_mixed_precision, check_model, distribute, distributed_config
 from flex_trainer.errors import UserError
 from flex_trainer.recipe import Recipe
 from flex_trainer.recipe_yaml import RecipeError
+from flex_trainer.training_fields import check_precision, check_training
 
 BYTE_TOKENIZER = "byt5"
 
@@ -45,9 +45,9 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         RecipeError: a misspelt or wrongly typed training argument, an unknown architecture or configuration key.
     """
-    _check_training(recipe)
+    check_training(recipe)
     if recipe.model.architecture is not None:
-        random_config(recipe)
+        _check_parallel(recipe, random_config(recipe))
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -56,7 +56,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     Raises:
         RecipeError: a field that does not exist, has the wrong type, or that transformers refuses.
     """
-    _check_training(recipe)
+    check_training(recipe)
     values = {
         "output_dir": str(recipe.output_dir),
         "report_to": list(recipe.report.to) or "none",
@@ -76,7 +76,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         args = TrainingArguments(**values)
     except (ValueError, TypeError, ImportError) as error:
         raise RecipeError(f"{recipe.path.name}: training: {_one_line(error)}") from error
-    _check_precision(recipe, args)
+    check_precision(recipe, args)
     return args
 
 
@@ -92,22 +92,35 @@ def build_tokenizer(recipe: Recipe) -> Any:
 
 
 def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
-    """The model, with loaded or random weights (drawn from torch's global generator: seed it before).
+    """The model, with loaded or random weights, spread over the ranks as the `parallel` section says.
+
+    Random weights are drawn from torch's global generator: seed it before, on every rank alike.
 
     Raises:
-        RecipeError: weights that cannot be loaded, a vocabulary smaller than the tokenizer's, too few positions.
+        RecipeError: weights that cannot be loaded, a vocabulary smaller than the tokenizer's, too few positions, a
+            model that cannot be spread so.
     """
     section = recipe.model
     chosen = {name: getattr(section, name) for name in ("attn_implementation", "experts_implementation")}
-    options = {name: value for name, value in chosen.items() if value is not None}
+    options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if section.name_or_path is None:
         config = random_config(recipe, tokenizer)
     else:
         config = loaded_config(recipe)
     _check_fit(recipe, config, tokenizer)
+    _check_parallel(recipe, config)
+    distributed = distributed_config(recipe.parallel)
     try:
+        if recipe.parallel.mixed_precision:
+            with torch.device("meta"):
+                check_mixed_precision(
+                    AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+                )
         if section.name_or_path is None:
-            return AutoModelForCausalLM.from_config(config, dtype=section.dtype or "float32", **options)
+            model = AutoModelForCausalLM.from_config(config, dtype=section.dtype or "float32", **options)
+            return model if distributed is None else distribute(model, distributed)
+        if distributed is not None:
+            options["distributed_config"] = distributed
         return AutoModelForCausalLM.from_pretrained(
             section.name_or_path,
             config=config,
@@ -217,6 +230,13 @@ def _keys_the_model_reads(config_class: type[PreTrainedConfig]) -> set[str]:
     return set(_CONFIG_READ.findall(inspect.getsource(inspect.getmodule(model_class) or model_class)))
 
 
+def _check_parallel(recipe: Recipe, config: PreTrainedConfig) -> None:
+    try:
+        check_model(recipe.parallel, config)
+    except UserError as error:
+        raise RecipeError(f"{recipe.path.name}: {error}") from error
+
+
 def _check_fit(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any) -> None:
     text_config = config.get_text_config()
     vocab_size = getattr(text_config, "vocab_size", None)
@@ -231,46 +251,6 @@ def _check_fit(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any) -> None
             f"{recipe.path.name}: data.sequence_length={recipe.data.sequence_length} is more than the model's "
             f"max_position_embeddings={positions}; lower the one or raise the other in model.config"
         )
-
-
-def _check_training(recipe: Recipe) -> None:
-    """Raise RecipeError for a `training` key that is no TrainingArguments field, or a plain value of another type."""
-    known = {entry.name: entry for entry in fields(TrainingArguments) if entry.init}
-    hints = get_type_hints(TrainingArguments)
-    for key, value in recipe.training.items():
-        place = f"{recipe.path.name}: training.{key}"
-        if key not in known:
-            raise RecipeError(f"{place}: TrainingArguments has no such field; {nearest(key, list(known))}")
-        kinds = _plain_kinds(hints[key])
-        if kinds and not _is_of(value, kinds):
-            names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-            raise RecipeError(f"{place}: {value!r} is {type(value).__name__}, but {names} is needed")
-
-
-def _check_precision(recipe: Recipe, args: TrainingArguments) -> None:
-    """Raise RecipeError for a precision that the device does not compute in, or would compute in some other way."""
-    wants_bf16 = [f"training.{name}" for name in ("bf16", "bf16_full_eval") if getattr(args, name)]
-    wants_bf16 += ["model.dtype"] if recipe.model.dtype == "bfloat16" else []
-    # torch counts a GPU that only emulates bf16, many times slower, among those that support it.
-    if wants_bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise RecipeError(
-            f"{recipe.path.name}: {wants_bf16[0]}: {torch.cuda.get_device_name(args.device)} has no bfloat16; use "
-            "float32, training.fp16, or a GPU that has it"
-        )
-    if args.fp16 and args.device.type == "cpu":
-        raise RecipeError(f"{recipe.path.name}: training.fp16: a CPU has no float16 training; use bf16, or neither")
-
-
-def _plain_kinds(hint: Any) -> tuple[type, ...]:
-    """The types of a hint made of bool, int, float and None only; empty for any other hint."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return tuple(kinds) if set(kinds) <= {bool, int, float, NoneType} else ()
-
-
-def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
 
 
 def _one_line(error: BaseException) -> str:

@@ -7,14 +7,12 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
-from flex_trainer.launch import launch_problems
+from flex_trainer.launch_findings import Finding, environment_findings, file_findings, recipe_findings
 from flex_trainer.process_memory import cgroup_limit_bytes
-from flex_trainer.recipe_yaml import RecipeError, read_yaml
+from flex_trainer.recipe import Recipe
 from flex_trainer.units import format_bytes
 
 # The versions the test suite ran with.
@@ -22,22 +20,22 @@ TESTED_VERSIONS = {"torch": "2.13", "transformers": "5.24", "accelerate": "1.15"
 _OTHER_PACKAGES = ("flex-trainer", "datasets", "wandb", "tensorboard", "peft", "trl")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the diagnosis."""
+def diagnose(config: Path | None = None, recipe: Recipe | None = None) -> list[Finding]:
+    """Everything there is to say.
 
-    topic: str
-    text: str
-    level: Literal["info", "ok", "note", "problem"] = "info"
-
-
-def diagnose(config: Path | None = None) -> list[Finding]:
-    """Everything there is to say. `config`: an accelerate configuration to check instead of accelerate's default one.
+    Args:
+        config: an accelerate configuration to check instead of accelerate's default one.
+        recipe: whose launch to check; then no other configuration is looked at unless `config` is given.
 
     Raises:
-        RecipeError: `config` does not exist or is not YAML.
+        RecipeError: `config`, or what the recipe names, does not exist or is not YAML.
     """
-    return [*_versions(), *_device(), *_memory(), *_environment(), *_launch(config)]
+    findings = [*_versions(), *_device(), *_memory(), *environment_findings()]
+    if recipe is None or config is not None:
+        findings += file_findings(config)
+    if recipe is not None:
+        findings += recipe_findings(recipe)
+    return findings
 
 
 def _versions() -> Iterator[Finding]:
@@ -109,24 +107,3 @@ def _memory() -> Iterator[Finding]:
         limits.append(cgroup)
     if min(limits) < machine.total:
         yield Finding("memory", f"the lowest limit on a process here is {format_bytes(min(limits))}", "note")
-
-
-def _environment() -> Iterator[Finding]:
-    for name in sorted(os.environ):
-        if name.startswith("ACCELERATE_"):
-            yield Finding("environment", f"{name}={os.environ[name]} overrides what a recipe or its file says", "note")
-
-
-def _launch(config: Path | None) -> Iterator[Finding]:
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = config or Path(default_config_file)
-    if config is None and not path.is_file():
-        yield Finding("accelerate", f"no default configuration at {path}; recipes bring their own", "ok")
-        return
-    if not path.is_file():
-        raise RecipeError(f"accelerate configuration {str(path)!r} does not exist")
-    problems = list(launch_problems(read_yaml(path)))
-    yield Finding("accelerate", str(path), "info" if problems else "ok")
-    for problem in problems:
-        yield Finding("", problem, "problem")

@@ -45,7 +45,7 @@ class MemoryMeter(Protocol):
         ...
 
     def device_bytes(self) -> int:
-        """All memory of the device (CPU: of the machine or the control group, whichever is less)."""
+        """All memory of the device (CPU: of the machine or the control group, whichever is less, over its ranks)."""
         ...
 
     def in_use_bytes(self) -> int:
@@ -121,12 +121,15 @@ class ProcessMeter:
         self._sampler = _Sampler(self.sample)
 
     def auto_bytes(self) -> int:
+        """The ranks on this machine share what is free, and each asks at about the same time."""
         in_use = self.in_use_bytes()
-        free = [psutil.virtual_memory().available, *cgroup_free_bytes(), *self._data_limit_left()]
-        return in_use + int(AUTO_LIMIT_SHARE * max(min(free), 0))
+        free = min([psutil.virtual_memory().available, *cgroup_free_bytes()]) // ranks_on_this_machine()
+        return in_use + int(AUTO_LIMIT_SHARE * max(min([free, *self._data_limit_left()]), 0))
 
     def device_bytes(self) -> int:
-        return min(limit for limit in (psutil.virtual_memory().total, cgroup_limit_bytes()) if limit is not None)
+        """Of several ranks on this machine, each has an equal part."""
+        whole = min(limit for limit in (psutil.virtual_memory().total, cgroup_limit_bytes()) if limit is not None)
+        return whole // ranks_on_this_machine()
 
     def in_use_bytes(self) -> int:
         return self._read()[0]
@@ -333,6 +336,11 @@ class _Sampler:
 def _open_statm() -> int | None:
     path = "/proc/self/statm"
     return os.open(path, os.O_RDONLY) if os.path.exists(path) else None
+
+
+def ranks_on_this_machine() -> int:
+    """Processes of this run here, as launchers say; 1 where none does."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def cgroup_free_bytes() -> list[int]:

@@ -51,10 +51,12 @@ class MicroBatch:
     """What was assumed of the loads on this rank's experts."""
     loads: dict[int, Load] = field(default_factory=dict)
     """What they were, by layer; empty where all experts are on one rank."""
+    crowd: float = 1.0
+    """Tokens of the mean rank over those of this one."""
     agreed_layers: set[int] = field(default_factory=set)
     """Layers whose dispatch all ranks replay in backward."""
-    would_agree: bool = True
-    """Whether all ranks would have in every layer so far."""
+    would_agree_layers: set[int] = field(default_factory=set)
+    """Layers in which all ranks would have."""
     _counts: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
     _worst: torch.Tensor | None = None
     _has_arrived: torch.cuda.Event | None = None
@@ -69,7 +71,9 @@ class MicroBatch:
         self.routed_rows[site.name] = routing.num_pairs
         if routing.load is not None:
             self.loads[site.layer] = routing.load
-            self.would_agree &= routing.would_all_replay
+            self.crowd = routing.crowd
+            if routing.would_all_replay:
+                self.would_agree_layers.add(site.layer)
             if routing.is_replay_agreed:
                 self.agreed_layers.add(site.layer)
         counts = routing.count()

@@ -50,13 +50,22 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class ParallelSection:
-    """Ranks along each axis of the device mesh. `flex-trainer plan` takes any; training, in this version, one of each
-    (`flex_trainer.train` refuses the others).
+    """Ranks along each axis of the device mesh, and how they work together. Launch replicate x fsdp x pp processes.
+
+    `flex-trainer plan` takes any sizes; training takes pp: 1 only (`flex_trainer.distribute` refuses others).
     """
 
+    replicate: int = 1
+    """Copies of the sharded model (HSDP): weights are gathered inside a copy, gradients are summed over copies."""
     fsdp: int = 1
+    """Ranks that share one copy of the weights, gradients and optimizer state. Each has batches of its own."""
     ep: int = 1
+    """Ranks that share one copy of every layer's experts: neighbours among the fsdp ranks, so it divides fsdp."""
     pp: int = 1
+    dispatch: Literal["flex", "all_to_all"] = "flex"
+    """How tokens reach the experts of other ranks: FlexTrainer's way, or transformers' own to compare with."""
+    mixed_precision: bool = False
+    """Whether FSDP gathers float32 weights as bfloat16 and computes in it; gradients are reduced in float32."""
 
     def __post_init__(self) -> None:
         for axis, value in self.sizes.items():
@@ -66,7 +75,17 @@ class ParallelSection:
     @property
     def sizes(self) -> dict[str, int]:
         """By the name of the axis."""
-        return {"fsdp": self.fsdp, "ep": self.ep, "pp": self.pp}
+        return {"replicate": self.replicate, "fsdp": self.fsdp, "ep": self.ep, "pp": self.pp}
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the sizes ask for."""
+        return self.replicate * self.fsdp * self.pp
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any axis has more than one rank. Otherwise any number of processes is data parallel."""
+        return any(size > 1 for size in self.sizes.values())
 
 
 @dataclass(frozen=True)
@@ -111,10 +130,18 @@ class Recipe:
     accelerate: str | dict[str, Any] | None
     """A shipped configuration's name, the path of a file, or the configuration itself."""
     report: ReportSection
+    overrides: tuple[str, ...] = ()
+    """The `section.key=value` changes that are part of it."""
 
     @property
     def name(self) -> str:
         return self.path.stem
+
+    @property
+    def arguments(self) -> list[str]:
+        """What a command line says to mean this recipe."""
+        is_shipped = self.path == recipes.recipe_path(self.name)
+        return [self.name if is_shipped else str(self.path), *self.overrides]
 
     @property
     def output_dir(self) -> Path:
@@ -153,12 +180,12 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     content = {key: value for key, value in content.items() if value is not None}
     try:
         refuse_quoted_booleans(content)
-        return _checked(path, content)
+        return _checked(path, content, tuple(overrides))
     except UserError as error:
         raise RecipeError(f"{path.name}: {error}") from error
 
 
-def _checked(path: Path, content: dict[str, Any]) -> Recipe:
+def _checked(path: Path, content: dict[str, Any], overrides: tuple[str, ...]) -> Recipe:
     """Raises ValueError, the path of the key first."""
     try:
         # Going through JSON lets the strict reader take a YAML list for a tuple while it still refuses "4" for 4.
@@ -191,6 +218,7 @@ def _checked(path: Path, content: dict[str, Any]) -> Recipe:
         parallel=sections.parallel,
         accelerate=sections.accelerate,
         report=sections.report,
+        overrides=overrides,
     )
 
 

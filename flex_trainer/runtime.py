@@ -310,8 +310,9 @@ class FlexRuntime:
         running = self._running_here()
         if running is None:
             return Wish()
-        wants = running.choices.strategy(block) is Strategy.RECOMPUTE
-        return Wish(wants, would=wants or running.choices.strategy(experts) is Strategy.RECOMPUTE)
+        wants, experts_go = (running.choices.strategy(site) is Strategy.RECOMPUTE for site in (block, experts))
+        # Where no plan gives up all that the experts make, the rows that they are made from are not worth an exchange.
+        return Wish(wants, would=wants or experts_go)
 
     def on_routed(self, experts: Site, routing: Routing) -> None:
         """After a router: the exact counts of this layer are known."""

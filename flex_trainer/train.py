@@ -21,12 +21,15 @@ from flex_trainer.build import build_data, build_model, build_tokenizer, check_r
 from flex_trainer.config import FlexConfig
 from flex_trainer.data.collate import CausalCollator
 from flex_trainer.data.samples import TokenDataset
+from flex_trainer.distribute import check_ranks
 from flex_trainer.errors import UserError, user_mistakes_as_one_line
-from flex_trainer.launch import accelerate_settings
+from flex_trainer.failing_rank import ranks_fail_together, watch
+from flex_trainer.launch import accelerate_settings, launch_command
 from flex_trainer.meter import limit_bytes, meter_for
 from flex_trainer.process_memory import enforce_process_limit
 from flex_trainer.recipe import Recipe, load_recipe
-from flex_trainer.reports import summary_table
+from flex_trainer.recipe_yaml import RecipeError
+from flex_trainer.reports import RankSummary, gather_ranks, rank_table, summary_table
 from flex_trainer.trainer import FlexTrainer
 from flex_trainer.units import format_bytes
 
@@ -36,7 +39,7 @@ _WANDB_HOST = "api.wandb.ai"
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the recipe named by the first argument, changed by the others; a user's mistake ends with exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with user_mistakes_as_one_line():
+    with user_mistakes_as_one_line(), ranks_fail_together():
         if not arguments or arguments[0].startswith("-"):
             raise UserError("usage: python -m flex_trainer.train RECIPE [section.key=value ...]")
         run(load_recipe(arguments[0], arguments[1:]))
@@ -53,10 +56,11 @@ def run(recipe: Recipe) -> FlexTrainer:
     # Step 1: check all that can be checked before anything is loaded.
     _take_one_gpu(recipe, console)
     check_recipe(recipe)
-    _refuse_parallelism(recipe)
-    _refuse_sharding()
+    _check_ranks(recipe)
     _note_processes(recipe, console)
+    _hide_gpus(recipe)
     args = training_arguments(recipe)
+    watch()
     _prepare_wandb(args, console)
     # Step 2: tokenizer, data, model.
     set_seed(args.seed)
@@ -70,8 +74,9 @@ def run(recipe: Recipe) -> FlexTrainer:
     trainer = _make_trainer(flex, args, tokenizer, model, train_dataset, eval_dataset)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     # Step 4: say what happened.
+    ranks = gather_ranks(trainer.flex)
     if trainer.is_world_process_zero():
-        _report(recipe, trainer, console)
+        _report(recipe, trainer, ranks, console)
     return trainer
 
 
@@ -114,36 +119,30 @@ def _take_one_gpu(recipe: Recipe, console: Console) -> None:
         )
 
 
-def _refuse_parallelism(recipe: Recipe) -> None:
-    """Plans know sharded weights, spread experts and stages already; training does not."""
-    for axis, value in recipe.parallel.sizes.items():
-        if value != 1:
-            raise UserError(
-                f"{recipe.path.name}: parallel: {axis}={value} is not available: recipes with FSDP, expert or pipeline "
-                "parallelism cannot be trained in this version yet, only planned (flex-trainer plan); set it to 1 "
-                "(data parallelism comes from the accelerate section)"
-            )
+def _check_ranks(recipe: Recipe) -> None:
+    try:
+        check_ranks(recipe)
+    except UserError as error:
+        raise RecipeError(f"{recipe.path.name}: {error}") from error
 
 
-def _refuse_sharding() -> None:
-    """Say before weights are loaded what `FlexRuntime.attach` would say after it."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-        raise UserError(
-            "this process was launched for FSDP, and FlexTrainer cannot manage sharded models in this version; use an "
-            "accelerate configuration with distributed_type: MULTI_GPU and a model that fits one device, or "
-            "transformers' Trainer"
-        )
+def _hide_gpus(recipe: Recipe) -> None:
+    """Show a sharded run on the CPU no GPU: transformers would build its device mesh of GPUs wherever there are any.
+
+    As in `_take_one_gpu`, CUDA has not been used yet.
+    """
+    if recipe.parallel.is_used and recipe.training.get("use_cpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _note_processes(recipe: Recipe, console: Console) -> None:
     """Say when the launch settings ask for more processes than there are; the run is the same, only narrower."""
     wanted = accelerate_settings(recipe).get("num_processes", 1)
     running = int(os.environ.get("WORLD_SIZE", "1"))
-    if wanted != running and int(os.environ.get("RANK", "0")) == 0:
+    if not recipe.parallel.is_used and wanted != running and int(os.environ.get("RANK", "0")) == 0:
         console.print(
             f"The recipe's accelerate section is for {wanted} processes; this run has {running}. For {wanted}: "
-            f"accelerate launch --config_file $(flex-trainer accelerate-config {recipe.path}) "
-            f"-m flex_trainer.train {recipe.path}",
+            f"{launch_command(recipe)}",
             style="yellow",
             highlight=False,
             soft_wrap=True,
@@ -192,7 +191,7 @@ def _enforce_limit(recipe: Recipe, args: TrainingArguments, console: Console) ->
     return enforced_bytes
 
 
-def _report(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:
+def _report(recipe: Recipe, trainer: FlexTrainer, ranks: list[RankSummary], console: Console) -> None:
     if "wandb" in (trainer.args.report_to or []):
         import wandb
 
@@ -201,9 +200,11 @@ def _report(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:
             wandb.finish()
             console.print(f"W&B run: {run_dir}", highlight=False, soft_wrap=True)
     if recipe.report.html is not None:
-        path = trainer.flex.report(recipe.output_dir / recipe.report.html)
+        path = trainer.flex.report(recipe.output_dir / recipe.report.html, ranks)
         console.print(f"Report: {path}", highlight=False, soft_wrap=True)
-    console.print(summary_table(trainer.flex.records, trainer.flex.limit_bytes, trainer.flex.retries))
+    console.print(summary_table(trainer.flex.records, trainer.flex.limit_bytes, trainer.flex.retries, ranks))
+    if len(ranks) > 1:
+        console.print(rank_table(ranks))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,18 @@
     trainer.train()
     trainer.flex.records                 # one record per micro-batch
     trainer.flex.report("report.html")
+    trainer.train(resume_from_checkpoint=True)
 
 The Trainer is left alone: its loop, its loss, its accumulation. The runtime is attached to the model when the first
 training step begins (the model is in its final form then) and detached when training ends. Where an allocation fails
 all the same, the optimizer step is taken back and its micro-batches run again in less memory (transaction.py).
+Checkpoints are in checkpoint/: complete or not there at all, and of models that are sharded over ranks too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -20,19 +23,18 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from flex_trainer.callbacks import FlexMemoryCallback, use_flex_progress
+from flex_trainer.checkpoint import CheckpointMixin
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.plugin import FlexPlugin
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.snapshot import Bookkeeping
 
-if TYPE_CHECKING:
-    _TrainerBase = Trainer  # what the mixin is mixed into
-else:
-    _TrainerBase = object
+PLANNER_FILE = "flex_planner_{rank}.json"
+"""In a checkpoint: what a rank's planner has learnt."""
 
 
-class FlexTrainerMixin(_TrainerBase):
+class FlexTrainerMixin(CheckpointMixin):
     """Adds FlexTrainer's behaviour to a Trainer class: `class MyTrainer(FlexTrainerMixin, SFTTrainer): ...`.
 
     Args:
@@ -70,6 +72,14 @@ class FlexTrainerMixin(_TrainerBase):
             self._plugin.attach(self.accelerator, model)
         self.flex.step = self.state.global_step
         return self._plugin.run(super().training_step, model, *args, **kwargs)
+
+    def _save_own_state(self, directory: Path) -> None:
+        self.flex.save_planner(directory / PLANNER_FILE.format(rank=self.args.process_index))
+
+    def _load_own_state(self, directory: Path) -> None:
+        own, first = (directory / PLANNER_FILE.format(rank=rank) for rank in (self.args.process_index, 0))
+        if own.exists() or first.exists():  # the first rank's, where there were fewer
+            self.flex.resume_planner(own if own.exists() else first)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         # Into the Trainer's own call, so that every tracker has the values in the row of the loss.

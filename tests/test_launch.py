@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 
-from flex_trainer.launch import launch_problems, render_accelerate_config
+from flex_trainer.launch import launch_command, launch_problems, render_accelerate_config
 from flex_trainer.recipe import load_recipe
 from flex_trainer.recipe_yaml import RecipeError
 
@@ -43,6 +43,27 @@ def recipe_with(tmp_path: Path):
         (
             "{distributed_type: MULTI_GPU, num_processes: 2, fsdp_config: {fsdp_version: 2}}",
             "fsdp_config: has no effect with distributed_type MULTI_GPU",
+        ),
+        (
+            "{distributed_type: MULTI_GPU, num_processes: 2, use_cpu: true}",
+            "use_cpu: has no effect with distributed_type MULTI_GPU: where there are GPUs the processes take them",
+        ),
+        (
+            "{distributed_type: FSDP, num_processes: 2}",
+            "fsdp_config.fsdp_version: 1 flattens weights, which FlexTrainer cannot manage; write fsdp_version: 2",
+        ),
+        (
+            "{distributed_type: MULTI_GPU, num_processes: 15, num_machines: 2}",
+            "num_processes: 15 does not divide over num_machines: 2; accelerate would start 7 on each",
+        ),
+        ("{distributed_type: MULTI_GPU, num_machines: 0}", "num_machines: 0 must be a whole number of at least 1"),
+        (
+            "{distributed_type: MULTI_GPU, num_processes: 4, num_machines: 2, machine_rank: 2}",
+            "machine_rank: 2 must be from 0 to 1: num_machines is 2",
+        ),
+        (
+            "{distributed_type: MULTI_GPU, num_processes: 4, gpu_ids: '0,1,2'}",
+            "gpu_ids: '0,1,2' names 3 GPUs for 4 processes of a machine",
         ),
     ],
 )
@@ -95,3 +116,48 @@ def test_a_place_that_cannot_be_written(recipe_with, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="the accelerate configuration cannot be written"):
         render_accelerate_config(recipe_with(), tmp_path / "file" / "launch.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["parallel={fsdp: 2, replicate: 2}", "accelerate=cpu_2proc"],
+            "num_processes: 2 does not fit parallel: replicate=2 x fsdp=2 x pp=1 is 4 processes",
+        ),
+        (
+            ["parallel.fsdp=8", "accelerate=gpu_8proc_fsdp2"],
+            "distributed_type: FSDP would shard the model a second time",
+        ),
+        (
+            ["parallel.fsdp=2", "accelerate=cpu_2proc", "training={use_cpu: true, ddp_backend: nccl}"],
+            "num_processes: training.ddp_backend='nccl' does not carry tensors of a CPU; remove it, which gives gloo",
+        ),
+        (
+            ["parallel.fsdp=2", "accelerate=cpu_2proc", "training.ddp_backend=gloo"],
+            "num_processes: training.ddp_backend='gloo' does not carry tensors of a GPU; remove it, which gives nccl",
+        ),
+    ],
+)
+def test_what_does_not_go_together_with_parallel(
+    recipe_with, tmp_path: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        render_accelerate_config(recipe_with(*overrides), tmp_path / "launch.yaml")
+    assert f"r.yaml: accelerate.{problem}" in str(caught.value)
+
+
+def test_without_a_section_as_many_processes_as_parallel_asks_for(recipe_with) -> None:
+    recipe = recipe_with("parallel={fsdp: 4, ep: 2, replicate: 2}")
+    settings = ClusterConfig.from_yaml_file(str(render_accelerate_config(recipe)))
+    assert (settings.distributed_type, settings.num_processes) == ("MULTI_GPU", 8)
+
+
+def test_the_command_has_the_overrides(recipe_with) -> None:
+    recipe = recipe_with("data.domains=[code, prose]")
+    arguments = f"{recipe.path} 'data.domains=[code, prose]'"
+    assert launch_command(recipe) == (
+        f"accelerate launch --config_file $(flex-trainer accelerate-config {arguments}) "
+        f"-m flex_trainer.train {arguments}"
+    )
+    assert launch_command(load_recipe("demo")).endswith(" -m flex_trainer.train demo")

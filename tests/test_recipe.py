@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -173,3 +174,26 @@ def test_reading_needs_no_torch(sample: str) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code, sample], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_parallel_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model: {architecture: mixtral}\ndata: {name: stdlib}\nparallel: {fsdp: 4, ep: 2, replicate: 2}\n")
+    section = load_recipe(str(path)).parallel
+    assert (section.num_ranks, section.is_used, section.dispatch) == (8, True, "flex")
+    assert not load_recipe(str(path), ["parallel={ep: 1}"]).parallel.is_used
+    for override, message in (
+        ("parallel.replicate=0", "parallel: replicate=0 must be at least 1"),
+        ("parallel.dispatch=flx", "parallel.dispatch: "),
+        ("parallel.hsdp=2", "parallel.hsdp: unknown key; "),
+        ("parallel.mixed_precision=1", "parallel.mixed_precision: "),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(message)):
+            load_recipe(str(path), [override])
+
+
+def test_what_a_command_line_says_to_mean_a_recipe(tmp_path: Path) -> None:
+    assert load_recipe("demo", ["training.max_steps=3"]).arguments == ["demo", "training.max_steps=3"]
+    path = tmp_path / "demo.yaml"
+    path.write_text("model: {architecture: mixtral}\ndata: {name: stdlib}\n")
+    assert load_recipe(str(path)).arguments == [str(path)]

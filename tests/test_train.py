@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.recipe import load_recipe
-from flex_trainer.train import _take_one_gpu, main, run
+from flex_trainer.train import _hide_gpus, _take_one_gpu, main, run
 
 TINY = """
 model:
@@ -105,11 +105,26 @@ def test_one_process_takes_one_gpu(
     assert ("the first of 4" in output) is is_narrowed
 
 
-def test_fsdp_is_refused_before_weights_are_loaded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "parallel", "message"),
+    [("1", "{}", r"FSDP version 1.*fsdp_version: 2"), ("2", "{fsdp: 2}", r"would be sharded twice")],
+)
+def test_fsdp_is_refused_before_weights_are_loaded(
+    tiny: str, version: str, parallel: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", version)
     monkeypatch.setattr("flex_trainer.train.build_model", None)
-    with pytest.raises(ValueError, match=r"launched for FSDP.*MULTI_GPU"):
-        run(load_recipe(tiny))
+    with pytest.raises(ValueError, match=message):
+        run(load_recipe(tiny, [f"parallel={parallel}"]))
+
+
+def test_a_sharded_run_on_the_cpu_sees_no_gpu(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    _hide_gpus(load_recipe(tiny))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    _hide_gpus(load_recipe(tiny, ["parallel.fsdp=2"]))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 @pytest.mark.parametrize(
@@ -121,8 +136,14 @@ def test_fsdp_is_refused_before_weights_are_loaded(tiny: str, monkeypatch: pytes
         (["tiny.yaml", "training.max_step=4"], "did you mean 'max_steps'"),
         (["tiny.yaml", "accelerate=gpu_9proc"], "no shipped configuration is called 'gpu_9proc'"),
         (["tiny.yaml", "data={files: [empty.txt]}"], "yields nothing to train on"),
-        (["tiny.yaml", "parallel.ep=2"], "tiny.yaml: parallel: ep=2 is not available"),
-        (["tiny.yaml", "parallel.fsdp=8"], "tiny.yaml: parallel: fsdp=8 is not available"),
+        (["tiny.yaml", "parallel.ep=2"], "tiny.yaml: parallel.ep=2 does not divide fsdp=1"),
+        (["tiny.yaml", "parallel={fsdp: 8, ep: 8}"], "tiny.yaml: parallel.ep=8 does not divide the 4 experts"),
+        (["tiny.yaml", "parallel.pp=2"], "tiny.yaml: parallel: pp=2 is not available"),
+        (["tiny.yaml", "parallel.fsdp=2"], "replicate=1 x fsdp=2 is 2 processes, and there is 1; change the sizes, or"),
+        (["tiny.yaml", "parallel.fsdp=2"], "start 2: accelerate launch --config_file $(flex-trainer accelerate-config"),
+        (["tiny.yaml", "parallel={fsdp: 2, dispatch: deepep}"], "parallel.dispatch: "),
+        (["tiny.yaml", "parallel.mixed_precision=true"], "mixed_precision=true has no effect where nothing is sharded"),
+        (["tiny.yaml", "model={architecture: llama}", "parallel={fsdp: 2, ep: 2}"], "this model has no routed experts"),
     ],
 )
 def test_mistakes_are_one_line(tiny: str, arguments: list[str], message: str, tmp_path: Path, capsys) -> None:

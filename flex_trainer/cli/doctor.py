@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
+from flex_trainer.errors import UserError
+
 
 def doctor(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values to use instead of the recipe's, as YAML."),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="A recipe whose launch to check: what it starts, and over what.")
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", help="An accelerate configuration to check (default: accelerate's own, if any)."),
@@ -23,8 +32,11 @@ def doctor(
     from rich.text import Text
 
     from flex_trainer.doctor import diagnose
+    from flex_trainer.recipe import load_recipe
 
-    findings = diagnose(config)
+    if overrides and recipe is None:
+        raise UserError(f"{overrides[0]!r} changes a recipe: name it with --recipe")
+    findings = diagnose(config, load_recipe(recipe, overrides or ()) if recipe is not None else None)
     table = Table(show_header=False, box=None, pad_edge=False)
     styles = {"info": "", "ok": "green", "note": "yellow", "problem": "bold red"}
     for finding in findings:

@@ -28,7 +28,7 @@ def plan(
             "flex-trainer profile measured it, or such a file. Default: this machine's GPU, or else h100.",
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks in all (default: fsdp x pp).")] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks in all (default: replicate x fsdp x pp).")] = None,
     imbalance: Annotated[
         str, typer.Option("--imbalance", help="Rows of the busiest rank's experts over the mean, one plan for each.")
     ] = "1.0,1.2,2.6",

@@ -14,16 +14,14 @@ EXCHANGE_BLOCK = "ep_block"
 
 @dataclass(frozen=True)
 class Expected:
-    """For all layers alike."""
-
     load: Load = EVEN
-    has_agreement: bool = False
-    """Whether all ranks are going to agree on replaying dispatches."""
+    """Of every layer."""
+    agreed_layers: frozenset[int] = frozenset()
+    """Layers in which all ranks are going to agree on replaying the dispatch."""
 
     def graph(self, graph: ActivationGraph) -> ActivationGraph:
         """The graph as it is going to be; `graph`: at an even load."""
-        graph = graph.with_loads({}, self.load)
-        return graph if self.has_agreement else without_agreement(graph, ())
+        return without_agreement(graph.with_loads({}, self.load), self.agreed_layers)
 
 
 EXPECTED = Expected()

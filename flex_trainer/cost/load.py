@@ -33,6 +33,9 @@ class Load:
         """In steps of an eighth, so that plans made for a load are found again."""
         return Load(*(-(-value * _STEPS // 1) / _STEPS for value in (self.pairs, self.rows)))
 
+    def scaled(self, factor: float) -> Load:
+        return Load(self.pairs * factor, self.rows * factor)
+
     def union(self, other: Load) -> Load:
         return Load(max(self.pairs, other.pairs), max(self.rows, other.rows))
 

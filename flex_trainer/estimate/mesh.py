@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flex_trainer.errors import UserError
+from flex_trainer.mesh import check_expert_ranks
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,7 @@ def make_mesh(fsdp: int, ep: int, pp: int, num_ranks: int | None, num_experts: i
             f"parallel: fsdp={fsdp} x pp={pp} is {fsdp * pp} ranks, which does not divide the {ranks} there are; "
             "change them, or --ranks"
         )
-    if fsdp % ep:
-        raise UserError(
-            f"parallel.ep={ep} does not divide fsdp={fsdp}: the ranks of an expert group hold different batches, so "
-            f"they are part of the fsdp ranks; use an ep that divides {fsdp}, or a larger fsdp"
-        )
-    if ep > 1 and num_experts == 0:
-        raise UserError(f"parallel.ep={ep}: this model has no routed experts to spread; set ep to 1")
-    if ep > 1 and num_experts % ep:
-        raise UserError(
-            f"parallel.ep={ep} does not divide the {num_experts} experts of a layer; use a divisor of {num_experts}"
-        )
+    check_expert_ranks(fsdp, ep, num_experts)
     if pp > num_layers:
         raise UserError(f"parallel.pp={pp} is more than the model's {num_layers} layers; use at most {num_layers}")
     return Mesh(ranks, fsdp, ep, pp)

@@ -42,7 +42,7 @@ def estimate_recipe(
     """Everything `flex-trainer plan` says.
 
     Args:
-        num_ranks: ranks in all; None: fsdp x pp.
+        num_ranks: ranks in all; None: replicate x fsdp x pp.
         imbalances: rows of the busiest rank over the mean.
 
     Raises:

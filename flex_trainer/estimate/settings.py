@@ -48,7 +48,7 @@ def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weigh
     """Read a recipe's sections.
 
     Args:
-        num_ranks: ranks in all; None: fsdp x pp.
+        num_ranks: ranks in all; None: replicate x fsdp x pp.
         weights_dtype: of the model's parameters.
 
     Raises:
@@ -69,7 +69,7 @@ def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weigh
         fsdp=recipe.parallel.fsdp,
         ep=recipe.parallel.ep,
         pp=recipe.parallel.pp,
-        num_ranks=num_ranks,
+        num_ranks=num_ranks or recipe.parallel.num_ranks,
         precision=_precision(training, weights_dtype),
         optim=optim,
         strategies=tuple(Strategy(name) for name in recipe.flex.strategies),

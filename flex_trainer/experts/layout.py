@@ -51,10 +51,11 @@ class Outgoing:
         return cls(experts, goes_to.view(num_ranks, num_tokens), counts.view(num_ranks, num_local_experts))
 
     def header(self, wish: Wish) -> torch.Tensor:
-        """What every rank is told before the rows: (R, E/R + 3), int64; pairs by expert, rows, the two wishes."""
+        """What every rank is told before the rows: (R, E/R + 4), int64; pairs by expert, rows, the pairs of this rank's
+        tokens with all experts, the two wishes."""
         num_rows = self.goes_to.sum(dim=1, dtype=torch.int64)
-        wishes = num_rows.new_tensor([wish.wants, wish.would]).expand(len(num_rows), 2)
-        return torch.cat([self.expert_counts, num_rows.unsqueeze(1), wishes], dim=1)
+        same_for_all = num_rows.new_tensor([self.top_k_index.numel(), wish.wants, wish.would])
+        return torch.cat([self.expert_counts, num_rows.unsqueeze(1), same_for_all.expand(len(num_rows), 3)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Layout:
     received_sizes: tuple[int, ...]
     """Rows from each rank, M in all."""
     num_pairs: int
+    num_all_pairs: int
+    """Of all ranks together."""
     sent_tokens: torch.Tensor
     """(S,), int64: the token of each row, in the order of ranks, then tokens."""
     expert_counts: torch.Tensor
@@ -104,6 +107,7 @@ class Layout:
             sent_sizes=sizes,
             received_sizes=sizes,
             num_pairs=num_tokens * num_top_k,
+            num_all_pairs=num_tokens * num_top_k * num_ranks,
             sent_tokens=top_k_index.new_empty(sum(sizes), dtype=torch.int64),
             expert_counts=top_k_index.new_zeros(num_local_experts, dtype=torch.int64),
             offsets=top_k_index.new_zeros(num_local_experts, dtype=torch.int32),
@@ -116,14 +120,14 @@ class Layout:
         """Both sides of the exchange. Waits for the device, once.
 
         Args:
-            header: (R, E/R + 3), what every rank has told this one (`Outgoing.header`).
+            header: (R, E/R + 4), what every rank has told this one (`Outgoing.header`).
         """
-        num_local_experts = header.size(1) - 3
+        num_local_experts = header.size(1) - 4
         expert_counts = header[:, :num_local_experts].sum(dim=0)
-        facts = torch.cat([outgoing.goes_to.sum(dim=1, dtype=torch.int64).unsqueeze(1), header[:, -3:]], dim=1)
+        facts = torch.cat([outgoing.goes_to.sum(dim=1, dtype=torch.int64).unsqueeze(1), header[:, -4:]], dim=1)
         summary = torch.cat([facts.reshape(-1), expert_counts.sum().unsqueeze(0)]).tolist()
         num_pairs = summary.pop()
-        sent, received, wants, would = (tuple(summary[column::4]) for column in range(4))
+        sent, received, pairs, wants, would = (tuple(summary[column::5]) for column in range(5))
         sent_tokens = torch.nonzero_static(outgoing.goes_to, size=sum(sent))[:, 1]
         return cls(
             num_tokens=outgoing.goes_to.size(1),
@@ -132,6 +136,7 @@ class Layout:
             sent_sizes=sent,
             received_sizes=received,
             num_pairs=num_pairs,
+            num_all_pairs=sum(pairs),
             sent_tokens=sent_tokens,
             expert_counts=expert_counts,
             offsets=torch.cumsum(expert_counts, dim=0, dtype=torch.int32),

@@ -25,6 +25,8 @@ class Routing:
     """Of an expert, over all ranks; None: the mean of `count`."""
     load: Load | None = None
     """Relative to an even spread over ranks, where experts are on several."""
+    crowd: float = 1.0
+    """Tokens of the mean rank over those of this one."""
     is_replay_agreed: bool = False
     would_all_replay: bool = False
 
@@ -56,8 +58,8 @@ class Routing:
         return cls(
             layout.num_pairs,
             lambda: layout.expert_counts,
-            # Of this rank's own tokens: those of the others are not known, and about as many.
-            mean_tokens=own_pairs / layout.num_local_experts,
+            mean_tokens=layout.num_all_pairs / (layout.num_local_experts * num_ranks),
+            crowd=layout.num_all_pairs / num_ranks / own_pairs,
             load=Load(layout.num_pairs / own_pairs, layout.num_received / most_rows),
             is_replay_agreed=layout.is_replay_agreed,
             would_all_replay=layout.would_all_replay,

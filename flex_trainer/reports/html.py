@@ -13,7 +13,8 @@ from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.reports.page_style import CSS, SCRIPT
 from flex_trainer.reports.panels import panels
 from flex_trainer.reports.plots import LEFT, PLOT_WIDTH
-from flex_trainer.reports.summary import summarize, summary_lines
+from flex_trainer.reports.ranks import RankSummary, merge_ranks, nearest_line, ranks_html
+from flex_trainer.reports.summary import RunSummary, summarize, summary_lines
 from flex_trainer.reports.timeline import Timeline, make_timeline
 from flex_trainer.units import format_bytes
 
@@ -27,6 +28,7 @@ def write_report(
     limit_bytes: int,
     info: Mapping[str, str] | None = None,
     retries: Sequence[StepRetry] = (),
+    ranks: Sequence[RankSummary] = (),
 ) -> Path:
     """Write the report page of `records`, whole or not at all, and return its path.
 
@@ -36,19 +38,25 @@ def write_report(
         limit_bytes: the memory limit.
         info: facts for the head of the page, such as model, device and versions, as (name, value).
         retries: steps that were taken back and run again.
+        ranks: of a run on several, what `gather_ranks` returns.
 
     Raises:
         ValueError: the file cannot be written (no permission, not a directory, a full disk).
     """
-    return write_whole(Path(path), render_report(records, limit_bytes, info or {}, retries), "the report")
+    return write_whole(Path(path), render_report(records, limit_bytes, info or {}, retries, ranks), "the report")
 
 
 def render_report(
-    records: Sequence[MicroBatchRecord], limit_bytes: int, info: Mapping[str, str], retries: Sequence[StepRetry] = ()
+    records: Sequence[MicroBatchRecord],
+    limit_bytes: int,
+    info: Mapping[str, str],
+    retries: Sequence[StepRetry] = (),
+    ranks: Sequence[RankSummary] = (),
 ) -> str:
     """The report page as text."""
     timeline = make_timeline(records)
-    body = [_head(info), _summary(records, limit_bytes, retries)]
+    summary = merge_ranks(ranks) if len(ranks) > 1 else summarize(records, limit_bytes, retries)
+    body = [_head(info), _summary(records, summary, ranks), ranks_html(ranks)]
     if records:
         body.append(_grouping_note(timeline))
         body += [panel.html() for panel in panels(timeline)]
@@ -84,10 +92,9 @@ def _head(info: Mapping[str, str]) -> str:
     return f'<header><h1>FlexTrainer report</h1><dl class="facts">{facts}</dl></header>'
 
 
-def _summary(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Sequence[StepRetry]) -> str:
-    summary = summarize(records, limit_bytes, retries)
+def _summary(records: Sequence[MicroBatchRecord], summary: RunSummary, ranks: Sequence[RankSummary]) -> str:
     tiles = []
-    for label, value in summary_lines(summary):
+    for label, value in [*summary_lines(summary), *([nearest_line(ranks)] if len(ranks) > 1 else [])]:
         number, _, note = value.partition(" (")  # "1.40 GiB (micro-batch 7)": the part in brackets goes below
         small = f"<small>{escape(note.removesuffix(')'))}</small>" if note else ""
         bad = ' class="bad"' if label == "over the limit" and summary.num_over_limit else ""

@@ -14,6 +14,8 @@ from flex_trainer.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from flex_trainer.reports.ranks import RankSummary
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -120,15 +122,26 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     ]
 
 
-def summary_table(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Sequence[StepRetry] = ()) -> Table:
-    """The summary as a rich table of two columns, to be printed at the end of a run."""
+def summary_table(
+    records: Sequence[MicroBatchRecord],
+    limit_bytes: int,
+    retries: Sequence[StepRetry] = (),
+    ranks: Sequence[RankSummary] = (),
+) -> Table:
+    """The summary as a rich table of two columns, to be printed at the end of a run.
+
+    Args:
+        ranks: those of all ranks, from `gather_ranks`; with more than one, the summary is of all.
+    """
     from rich.table import Table  # only here: the numbers are wanted also where nothing is printed
 
-    summary = summarize(records, limit_bytes, retries)
+    from flex_trainer.reports.ranks import merge_ranks, nearest_line
+
+    summary = merge_ranks(ranks) if len(ranks) > 1 else summarize(records, limit_bytes, retries)
     table = Table(title="FlexTrainer", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
-    for label, value in summary_lines(summary):
+    for label, value in [*summary_lines(summary), *([nearest_line(ranks)] if len(ranks) > 1 else [])]:
         is_bad = label == "over the limit" and summary.num_over_limit > 0
         table.add_row(label, value, style="bold red" if is_bad else None)
     return table

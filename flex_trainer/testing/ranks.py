@@ -45,7 +45,7 @@ class RankPool:
         timeout_s: seconds that a job may take.
     """
 
-    def __init__(self, world_size: int, timeout_s: float = 120.0) -> None:
+    def __init__(self, world_size: int, timeout_s: float = 240.0) -> None:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._processes: list[BaseProcess] = []

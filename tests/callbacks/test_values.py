@@ -57,7 +57,9 @@ def test_ranks_are_reduced_with_the_rank_of_the_peak():
     row = log.values(gather=lambda rows: [*rows, {}, there])
     assert row["flex/memory/peak_gib"] == 3.0
     assert row["flex/memory/peak_micro_batch"] == 5
-    assert row["flex/memory/peak_rank"] == 2
+    assert row["flex/memory/peak_rank"] == row["flex/memory/limit_percent_rank"] == row["flex/imbalance/max_rank"] == 2
+    assert row["flex/memory/limit_percent"] == 100 * 3 * GIB_BYTES / LIMIT_BYTES
+    assert log.num_over_limit_elsewhere == 1
     assert row["flex/imbalance/max"] == 3.0
     assert row["flex/imbalance/mean"] == 2.0
     assert row["flex/spike/count"] == row["flex/spike/total"] == 2

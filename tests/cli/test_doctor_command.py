@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 from flex_trainer import doctor as diagnosis
-from flex_trainer import process_memory
+from flex_trainer import launch_findings, process_memory
 from flex_trainer.cli import main
+from flex_trainer.recipe import load_recipe
 
 
 def run(*arguments: str) -> int:
@@ -23,7 +25,8 @@ def _no_default_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "accelerate.commands.config.config_args.default_config_file", str(tmp_path / "default_config.yaml")
     )
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    for name in ("ACCELERATE_USE_CPU", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "300")
 
 
@@ -43,7 +46,10 @@ def test_the_default_accelerate_configuration_is_checked(tmp_path: Path, capsys:
 
 def test_a_given_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_offload_param: false, x: 'true'}\n")
+    path.write_text(
+        "distributed_type: FSDP\nnum_processes: 2\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_offload_param: false, x: 'true'}\n"
+    )
     assert run("--config", str(path)) == 1
     output = capsys.readouterr().out
     assert "did you mean 'fsdp_offload_params'" in output
@@ -95,3 +101,72 @@ def test_the_allocator_of_a_gpu(
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
     finding = diagnosis._allocator()
     assert finding.level == level and text in finding.text
+
+
+def test_what_a_launcher_left_behind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert run() == 1
+    output = capsys.readouterr().out
+    assert "RANK=0, WORLD_SIZE=2 left over from a launcher" in output and "unset RANK WORLD_SIZE" in output
+
+
+def test_a_recipe_for_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--recipe", "demo_2ranks") == 0
+    output = capsys.readouterr().out
+    assert "demo_2ranks: 2 processes" in output
+    assert "weights over 2 ranks, experts over 2, 1 copy; experts get their tokens by flex" in output
+    assert "2 on the CPU of a machine, over gloo" in output
+    assert "accelerate launch --config_file $(flex-trainer accelerate-config demo_2ranks)" in output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["parallel.replicate=2"], "2 does not fit parallel: replicate=2 x fsdp=2 x pp=1 is 4 processes"),
+        (["parallel={fsdp: 1, pp: 2}"], "parallel.pp=2: stages can be planned, not trained, in this version"),
+        (["accelerate={distributed_type: MULTI_CPU, num_processes: 2}"], "MULTI_CPU without mpirun starts one process"),
+        (["parallel={fsdp: 2, ep: 2}", "model.config.n_routed_experts=9", "model.config.n_group=1",
+          "model.config.topk_group=1"], "parallel.ep=2 does not divide the 9 experts"),
+    ],
+)  # fmt: skip
+def test_a_recipe_that_cannot_be_launched(overrides: list[str], problem: str, capsys) -> None:
+    assert run("--recipe", "demo_2ranks", *overrides) > 0
+    captured = capsys.readouterr()
+    assert problem in captured.out + captured.err
+
+
+def test_overrides_need_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("parallel.fsdp=2") == 2
+    assert "name it with --recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "level", "text"),
+    [
+        (0, "note", "no GPU here: 8 processes would share the CPU and talk over gloo, not NCCL"),
+        (4, "problem", "8 processes for 4 GPUs of this machine"),
+        (8, "info", "8 on the 8 GPUs of a machine, over NCCL"),
+    ],
+)
+def test_gpus_for_the_processes(num_gpus: int, level: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    findings = list(launch_findings.recipe_findings(load_recipe("qwen3_30b_a3b_16gpu")))
+    ranks = [finding for finding in findings if finding.topic == "ranks"]
+    assert [finding.level for finding in ranks] == [level]
+    assert ranks[0].text.startswith(text)
+    start = next(finding.text for finding in findings if finding.topic == "start")
+    assert start.startswith("on each machine: ") and "--machine_rank N --main_process_ip ADDRESS_OF_MACHINE_0" in start
+    assert "main_process_ip is not in the settings" in next(f.text for f in findings if f.topic == "address")
+
+
+@pytest.mark.parametrize(("num_machines", "level"), [(1, "note"), (2, "problem")])
+def test_a_port_that_is_taken(num_machines: int, level: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = {"num_processes": 2, "num_machines": num_machines, "main_process_port": port}
+        findings = list(launch_findings._port_findings(settings, num_machines))
+    assert [finding.level for finding in findings if f"{port} is taken" in finding.text] == [level]

@@ -15,6 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.timeout(300))  # the first of them pays for the start of the ranks
 
 
 @pytest.fixture(scope="session")
@@ -25,5 +26,5 @@ def two_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
-    with RankPool(4, timeout_s=240.0) as pool:
+    with RankPool(4) as pool:
         yield pool

@@ -104,3 +104,20 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
         "exchanges": num_exchanges,
         "error": max(relative_error(actual[name], gradient) for name, gradient in expected.items()),
     }
+
+
+def agreement_by_plans(path: str, is_tight: tuple[bool, ...], num_steps: int, **parallel: Any) -> list[int]:
+    """Layers whose dispatch is replayed, by step, where some ranks run under the least demanding plan there is."""
+    model = spread_model(Path(path), **parallel)
+    runtime = FlexRuntime(FlexConfig(memory_limit="20GiB", strategies=("recompute",)))
+    runtime.attach(model)
+    if is_tight[dist.get_rank()]:
+        runtime.tighten(2, 0)
+    agreed = []
+    for number in range(num_steps):
+        with runtime.backward():
+            loss = _loss(model, number)
+            agreed.append(len(runtime._pending[0].agreed_layers))
+            loss.backward()
+    runtime.detach()
+    return agreed

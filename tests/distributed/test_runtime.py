@@ -48,3 +48,11 @@ def test_dispatch_is_replayed_only_where_all_ranks_want_it(two_ranks: RankPool, 
         # Two exchanges a layer and a header in forward, two in backward, one more for a replay.
         num_exchanges = {answer["exchanges"] for answer in by_rank}
         assert len(num_exchanges) == 1
+
+
+def test_plans_count_on_agreement_once_all_ranks_would_have_agreed(two_ranks: RankPool, path: Path) -> None:
+    for is_tight, expected in [((True, True), [0, 2, 2]), ((True, False), [0, 0, 0])]:
+        by_rank = two_ranks.run(
+            f"{JOBS}:agreement_by_plans", path=str(path), is_tight=is_tight, num_steps=3, fsdp=2, ep=2
+        )
+        assert by_rank == [expected, expected]

@@ -1,0 +1,57 @@
+"""What ranks do each for themselves succeeds on all of them or fails on all of them, with the same words."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+_TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
+"""torch.save raises a RuntimeError that names one of these where the system refuses to write."""
+
+
+def is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if is_distributed() else 0
+
+
+def is_first_of_node() -> bool:
+    """Whether this process does for its machine what one process must do there."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def gather_failures(error: BaseException | None) -> dict[int, tuple[str, bool]]:
+    """What failed on which rank, and whether the system refused to write or read. All ranks must call this.
+
+    Args:
+        error: what this rank failed with; None: nothing. Torch's distributed checkpoint raises on every rank what
+            failed on some: then only the rank's own failure counts.
+    """
+    if isinstance(error, CheckpointException):
+        own = error.failures.get(rank())
+        error = None if own is None else own[0]
+    own_text = None if error is None else (_describe(error), _is_refused_by_system(error))
+    if not is_distributed():
+        return {} if own_text is None else {0: own_text}
+    texts: list[tuple[str, bool] | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(texts, own_text)
+    return {number: text for number, text in enumerate(texts) if text is not None}
+
+
+def _describe(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _is_refused_by_system(error: BaseException | None) -> bool:
+    while error is not None:
+        is_torch_writer = isinstance(error, RuntimeError) and any(name in str(error) for name in _TORCH_WRITER)
+        if isinstance(error, OSError | SafetensorError) or is_torch_writer:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,201 @@
+"""A checkpoint gets its name when all of it is written, on all ranks: a run that dies in between leaves the last one.
+
+output_dir/
+  checkpoint-3/                        complete
+  saving-checkpoint-6/checkpoint-6/    being written, or left by a run that died; no name that a Trainer looks for
+  replaced-checkpoint-3/               an earlier checkpoint of that name, until the new one is in its place
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from flex_trainer.checkpoint.ranks import gather_failures, is_distributed, is_first_of_node, rank
+from flex_trainer.errors import UserError
+
+_SAVING = "saving-"
+_REPLACED = "replaced-"
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint was not saved. Every rank raises this; the message says which rank failed, and how."""
+
+
+class CheckpointWriteError(CheckpointError, UserError):
+    """A checkpoint was not saved since the system refused to write: a full disk, say."""
+
+
+class Staging:
+    """One checkpoint while it is written. All ranks make one, and call the same methods in the same order.
+
+    Args:
+        run_directory: where the checkpoint will be.
+        name: the checkpoint's name, `checkpoint-6`.
+    """
+
+    def __init__(self, run_directory: Path, name: str) -> None:
+        self.name = name
+        self.final = run_directory / name
+        self.directory = run_directory / f"{_SAVING}{name}"
+        """Stands in for the run's directory meanwhile."""
+        self.staged = self.directory / name
+
+    def begin(self, is_shared: bool) -> None:
+        """Make the directory, without what an earlier run has left there.
+
+        Args:
+            is_shared: whether all ranks write into one directory, so that all of them must see it.
+
+        Raises:
+            CheckpointError: on every rank, if a rank failed.
+        """
+        with self.together("its directory"):
+            if is_first_of_node():
+                sweep(self.final.parent)
+                self.staged.mkdir(parents=True, exist_ok=True)
+        with self.together("its directory"):
+            if is_shared and not self.staged.is_dir():
+                raise FileNotFoundError(
+                    f"{str(self.staged)!r}, made on rank 0's node, is not there; choose an output_dir on a file system "
+                    "that all nodes share"
+                )
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Each rank does its part inside, without waiting for others; then all go on, or all raise.
+
+        Raises:
+            CheckpointError: on every rank, if any rank raised inside; not where this is what was raised.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except CheckpointError:
+            raise  # on all ranks alike
+        except (Exception, CheckpointException) as raised:
+            error = raised
+        failures = gather_failures(error)
+        if failures:
+            where = "; ".join(f"rank {number}: {text}" for number, (text, _) in failures.items())
+            is_refused = all(is_refused for _, is_refused in failures.values())
+            kind = CheckpointWriteError if is_refused else CheckpointError
+            raise kind(f"{self.name} was not saved ({what}; {where}). {self._what_is_left()}") from error
+
+    def publish(self) -> None:
+        """Give the checkpoint its name, in the place of an earlier one of that name.
+
+        Raises:
+            CheckpointError: on every rank, if a rank failed.
+        """
+        with self.together("writing out what the system still holds"):
+            if is_first_of_node() and self.staged.is_dir():
+                _flush(self.staged)
+        with self.together("giving it its name"):
+            if rank() == 0:
+                self._rename()
+        if is_distributed():
+            with self.together("giving it its name"):
+                # On nodes with a disk of their own: what their ranks wrote there.
+                if is_first_of_node() and rank() != 0 and self.staged.is_dir():
+                    self._rename()
+
+    def discard(self) -> None:
+        """Remove what has been written so far: on a full disk it is in the way."""
+        if is_first_of_node():
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _rename(self) -> None:
+        replaced = self.final.parent / f"{_REPLACED}{self.name}"
+        if self.final.exists():
+            self.final.rename(replaced)
+        try:
+            self.staged.rename(self.final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(self.final)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _what_is_left(self) -> str:
+        last = last_checkpoint(self.final.parent)
+        left = f"The last complete one is {str(last)!r}" if last is not None else "There is no earlier one"
+        return f"{left}. Free space or mend the above, then go on with train(resume_from_checkpoint=True)."
+
+
+def last_checkpoint(run_directory: Path) -> Path | None:
+    """The complete checkpoint of the latest step; None: there is none.
+
+    One without the file that Trainer writes last is what a Trainer left behind that died while it saved.
+    """
+    if not run_directory.is_dir():
+        return None
+    complete: dict[int, Path] = {}
+    for path in run_directory.iterdir():
+        name = _NAME.fullmatch(path.name)
+        if name is not None and (path / TRAINER_STATE_NAME).is_file():
+            complete[int(name[1])] = path
+    return complete[max(complete)] if complete else None
+
+
+def sweep(run_directory: Path) -> None:
+    """Remove what runs have left that died while saving; a checkpoint about to be replaced gets its name back."""
+    if not run_directory.is_dir():
+        return
+    for path in list(run_directory.iterdir()):
+        if path.name.startswith(_REPLACED) and _NAME.fullmatch(path.name.removeprefix(_REPLACED)):
+            final = run_directory / path.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(final)
+        elif path.name.startswith(_SAVING) and _NAME.fullmatch(path.name.removeprefix(_SAVING)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def recover(run_directory: Path) -> None:
+    """Before a checkpoint is looked for: give one that was about to be replaced its name back. All ranks call this."""
+    error: OSError | None = None
+    if is_first_of_node():
+        try:
+            sweep(run_directory)
+        except OSError as raised:
+            error = raised
+    failures = gather_failures(error)
+    if failures:
+        texts = "; ".join(f"rank {number}: {text}" for number, (text, _) in failures.items())
+        raise UserError(f"{str(run_directory)!r} cannot be searched for checkpoints ({texts})") from error
+
+
+def refuse_incomplete(path: Path) -> None:
+    """Refuse to resume from what a run left that died while it saved.
+
+    Raises:
+        ValueError: `path` is in such a directory.
+    """
+    if any(part.startswith((_SAVING, _REPLACED)) and _NAME.search(part) for part in (path.name, path.parent.name)):
+        raise UserError(
+            f"resume_from_checkpoint={str(path)!r} was never completed; resume_from_checkpoint=True takes the last one "
+            "that was"
+        )
+
+
+def _flush(directory: Path) -> None:
+    """Have the system write to disk what it only remembers: an error in that comes out here, not after the rename."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

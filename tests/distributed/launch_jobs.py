@@ -1,0 +1,53 @@
+"""A run of a recipe in which one rank fails: `accelerate launch -m tests.distributed.launch_jobs HOW FILE RECIPE ...`.
+
+Rank 1 fails in its second step. FILE then holds the time of that, as seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flex_trainer import train
+from flex_trainer.trainer import FlexTrainer
+
+FAILING_RANK = 1
+
+
+class FailingTrainer(FlexTrainer):
+    how = ""
+    time_file = Path()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.global_step == 1:
+            if self.args.process_index == FAILING_RANK:
+                self.time_file.write_text(str(time.time()))
+                self.fail()
+            elif self.how == "raise-while-others-compute":
+                time.sleep(120)
+        return super().training_step(*args, **kwargs)
+
+    def fail(self) -> None:
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "allocate":
+            torch.ones(2 * self.flex.limit_bytes, dtype=torch.uint8)
+        else:
+            raise ValueError("rank 1 has had enough")
+
+
+def main() -> None:
+    how, time_file, *arguments = sys.argv[1:]
+    FailingTrainer.how, FailingTrainer.time_file = how, Path(time_file)
+    train.FlexTrainer = FailingTrainer  # type: ignore[misc]
+    train.main(arguments)
+
+
+if __name__ == "__main__":
+    main()
