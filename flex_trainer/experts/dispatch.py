@@ -36,6 +36,8 @@ class FlexEP(EPImplementation):
     gathered.
     """
 
+    num_local_experts: int
+
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.operators: Operators = Plainly()

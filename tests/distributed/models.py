@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import flex_trainer  # noqa: F401  (registers "flex")
 from flex_trainer.models.discovery import find_experts
@@ -41,7 +41,7 @@ def spread_model(path: Path, *, fsdp: int, ep: int, implementation: str = "flex"
     return AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options).train()
 
 
-def all_ids(model: nn.Module, seed: int = 1) -> torch.Tensor:
+def all_ids(model: Any, seed: int = 1) -> torch.Tensor:
     """The tokens of one step of all ranks, (SEQUENCES, LENGTH)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, model.config.get_text_config().vocab_size - 8, (SEQUENCES, LENGTH), generator=generator)

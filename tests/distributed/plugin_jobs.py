@@ -25,7 +25,7 @@ def clipped(path: str, max_norm: float, norm_type: float, **parallel: Any) -> di
     plugin.attach(accelerator, model)
     ids = my_part(all_ids(model))
     accelerator.backward(model(input_ids=ids, labels=ids).loss)
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm, norm_type)  # type: ignore[arg-type]
     plugin.detach()
     gradients = gradients_of(model)
     return {"norm": float(norm), "gradients": gradients if dist.get_rank() == 0 else None}
@@ -33,7 +33,7 @@ def clipped(path: str, max_norm: float, norm_type: float, **parallel: Any) -> di
 
 def accumulated(path: str, **parallel: Any) -> dict[str, Any]:
     """Gradients of two micro-batches with and without reduction in between, and what the budget knew of them."""
-    model = spread_model(Path(path), **parallel)
+    model: Any = spread_model(Path(path), **parallel)
     answers: dict[str, Any] = {}
     for is_deferred in (False, True):
         plugin = FlexPlugin(FlexConfig(memory_limit="20GiB", trace=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -51,7 +52,8 @@ def skewed_steps(path: str, num_steps: int, **parallel: Any) -> list[dict[str, A
     """Steps in which every token goes to experts of rank 0, under a limit that they do not fit in there."""
     model = spread_model(Path(path), **parallel)
     skew(model)
-    plain = [float(_loss(model, number)) for number in range(num_steps)]
+    plain = [float(_loss(model, number).detach()) for number in range(num_steps)]
+    steps: list[dict[str, Any]] = []
     runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + 8_150_000, strategies=("recompute",)))
     with_fake_meter(runtime)
     runtime.attach(model)
@@ -60,10 +62,10 @@ def skewed_steps(path: str, num_steps: int, **parallel: Any) -> list[dict[str, A
             loss = _loss(model, number)
             loads = runtime._pending[0].loads
             loss.backward()
-        plain[number] = {"plain_loss": plain[number], "loss": float(loss), "loads": loads}
+        steps.append({"plain_loss": plain[number], "loss": float(loss.detach()), "loads": loads})
         model.zero_grad()
     runtime.detach()
-    return [{**step, "freed": record.freed_bytes} for step, record in zip(plain, runtime.records, strict=True)]
+    return [{**step, "freed": record.freed_bytes} for step, record in zip(steps, runtime.records, strict=True)]
 
 
 def _loss(model: Any, number: int) -> torch.Tensor:
@@ -83,19 +85,16 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
     num_exchanges = 0
     original = AllToAll._move
 
-    def counted(self: Any, *args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_exchanges
         num_exchanges += 1
-        return original(self, *args)
+        return original(*args, **kwargs)
 
-    AllToAll._move = counted
-    try:
-        with runtime.backward():
-            loss = _loss(model, 0)
-            agreed = len(runtime._pending[0].agreed_layers)
-            loss.backward()
-    finally:
-        AllToAll._move = original
+    with pytest.MonkeyPatch.context() as patch, runtime.backward():
+        patch.setattr(AllToAll, "_move", counted)
+        loss = _loss(model, 0)
+        agreed = len(runtime._pending[0].agreed_layers)
+        loss.backward()
     runtime.detach()
     actual = gradients_of(model)
     return {
