@@ -76,5 +76,8 @@ def known_graph(micro_batch: MicroBatch, graph: ActivationGraph, layer: int) -> 
     if not micro_batch.loads:
         return graph.with_loads(micro_batch.heavier)
     still_expected = {other for other in micro_batch.expected.agreed_layers if other > layer}
-    graph = graph.with_loads(micro_batch.loads, micro_batch.expected.load)
+    # A skew that one layer shows is expected of those to come.
+    load = functools.reduce(Load.union, micro_batch.loads.values(), micro_batch.expected.load)
+    micro_batch.expected = replace(micro_batch.expected, load=load)
+    graph = graph.with_loads(micro_batch.loads, load)
     return without_agreement(graph, micro_batch.agreed_layers | still_expected)

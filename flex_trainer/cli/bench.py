@@ -19,6 +19,13 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"The benchmark: {', '.join(BENCHMARKS)}.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small and fast: shows that it runs.")] = False,
+    part: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="Of ep: equality, skew, wire or loopback; may be repeated. All when left out."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help="Of ep's equality: only layouts on so many ranks (2 or 4).")
+    ] = None,
 ) -> None:
     """Measure, and compare with the stated bounds. A missed bound is reported; the exit code stays 0."""
     if json_file is not None:
@@ -28,7 +35,12 @@ def bench(
 
     from flex_trainer import bench as benchmarks
 
-    result = benchmarks.run(name, quick=quick)
+    choices: dict[str, Any] = {}
+    if part and part != ["all"]:
+        choices["parts"] = part
+    if ranks is not None:
+        choices["num_ranks"] = ranks
+    result = benchmarks.run(name, quick=quick, **choices)
     if json_file is not None:
         write_whole(json_file, json.dumps(result, indent=2) + "\n", "the benchmark result")
     console = Console()
@@ -38,14 +50,18 @@ def bench(
 
 
 def result_table(result: dict[str, Any]) -> Table:
-    """Figures and bounds of a benchmark result, one row each, then which of the bounds are met."""
+    """Figures and bounds of a benchmark result, one row each, then which of the bounds are met.
+
+    Figures that are tables themselves are in the file alone.
+    """
     from rich.table import Table
 
     table = Table(title=f"Benchmark {result['name']}", title_justify="left")
     table.add_column("figure")
     table.add_column("value", justify="right")
     for key, value in result["figures"].items():
-        table.add_row(key, _shown(value))
+        for name, figure in _rows(key, value):
+            table.add_row(name, _shown(figure))
     table.add_section()
     for key, value in result["bounds"].items():
         table.add_row(f"bound: {key}", _shown(value))
@@ -53,6 +69,12 @@ def result_table(result: dict[str, Any]) -> Table:
     for number, is_met in result["meets"].items():
         table.add_row(f"requirement {number}", "met" if is_met else "missed", style="green" if is_met else "red")
     return table
+
+
+def _rows(key: str, value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        return [(key, value)]
+    return [(f"{key}/{name}", figure) for name, figure in value.items() if not isinstance(figure, (dict, list))]
 
 
 def _shown(value: Any) -> str:

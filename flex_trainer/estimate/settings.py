@@ -69,7 +69,7 @@ def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weigh
         fsdp=recipe.parallel.fsdp,
         ep=recipe.parallel.ep,
         pp=recipe.parallel.pp,
-        num_ranks=num_ranks or recipe.parallel.num_ranks,
+        num_ranks=num_ranks or (recipe.parallel.num_ranks if recipe.parallel.replicate > 1 else None),
         precision=_precision(training, weights_dtype),
         optim=optim,
         strategies=tuple(Strategy(name) for name in recipe.flex.strategies),

@@ -26,8 +26,8 @@ class Transport(Protocol):
         ...
 
     def dispatch(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows of (N, ...) tensors to the owners of their experts: (M, ...) each, in the order of the sending ranks,
-        then of their tokens."""
+        """Rows of (N, ...) tensors to the owners of their experts: (M, ...) each, in an order that is the transport's
+        own, and the same each time for one layout."""
         ...
 
     def combine(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -39,7 +39,8 @@ class Transport(Protocol):
 
 
 class AllToAll:
-    """All-to-all with uneven splits.
+    """All-to-all with uneven splits. Rows of this rank's own experts are not part of it: they come last in what is
+    received.
 
     Args:
         group: the ranks that share the experts, in the order of their shares.
@@ -47,6 +48,7 @@ class AllToAll:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._rank = dist.get_rank(group)
 
     def exchange(self, header: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(header)
@@ -54,27 +56,47 @@ class AllToAll:
         return received
 
     def dispatch(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        rows = [tensor.index_select(0, layout.sent_tokens) for tensor in tensors]
-        return self._move(rows, layout.sent_sizes, layout.received_sizes)
+        sent, received = self._sizes(layout)
+        own, others = self._tokens(layout)
+        num_others = sum(received)
+        buffers = [tensor.new_empty((num_others + len(own), *tensor.shape[1:])) for tensor in tensors]
+        rows = [tensor.index_select(0, others) for tensor in tensors]
+        works = [self._start(b[:num_others], r, received, sent) for b, r in zip(buffers, rows, strict=True)]
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            torch.index_select(tensor, 0, own, out=buffer[num_others:])
+        wait_for(works)
+        return buffers
 
     def combine(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        moved = self._move([t.contiguous() for t in tensors], layout.received_sizes, layout.sent_sizes)
-        return [_sum_by_token(rows, layout) for rows in moved]
-
-    def _move(
-        self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...], received_sizes: tuple[int, ...]
-    ) -> list[torch.Tensor]:
-        """`sizes[r]` rows of each tensor to rank r."""
-        received, works = [], []
-        for tensor in tensors:
-            buffer = tensor.new_empty((sum(received_sizes), *tensor.shape[1:]))
-            work = dist.all_to_all_single(
-                buffer, tensor, list(received_sizes), list(sizes), group=self._group, async_op=True
-            )
-            received.append(buffer)
-            works.append(_started(work))
+        sent, received = self._sizes(layout)
+        own, others = self._tokens(layout)
+        num_others = sum(received)
+        rows = [tensor.contiguous() for tensor in tensors]
+        buffers = [tensor.new_empty((len(others), *tensor.shape[1:])) for tensor in tensors]
+        works = [self._start(b, r[:num_others], sent, received) for b, r in zip(buffers, rows, strict=True)]
+        totals = [_zeros(layout.num_tokens, tensor) for tensor in tensors]
+        for total, tensor in zip(totals, rows, strict=True):
+            _add(total, own, tensor[num_others:])
         wait_for(works)
-        return received
+        for total, buffer in zip(totals, buffers, strict=True):
+            for tokens, part in zip(others.split(sent), buffer.split(sent), strict=True):
+                _add(total, tokens, part)
+        return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
+
+    def _sizes(self, layout: Layout) -> tuple[list[int], list[int]]:
+        """Rows sent to each rank and received from it; none to this one itself."""
+        sent, received = list(layout.sent_sizes), list(layout.received_sizes)
+        sent[self._rank] = received[self._rank] = 0
+        return sent, received
+
+    def _tokens(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of rows that stay here, and of those that go to the other ranks, in their order."""
+        tokens = list(layout.sent_tokens.split(layout.sent_sizes))
+        own = tokens.pop(self._rank)
+        return own, torch.cat(tokens) if tokens else own[:0]
+
+    def _start(self, output: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> Work:
+        return _started(dist.all_to_all_single(output, rows, received, sent, group=self._group, async_op=True))
 
 
 def _started(work: Any) -> Work:
@@ -82,11 +104,11 @@ def _started(work: Any) -> Work:
     return work
 
 
-def _sum_by_token(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The sum of the (S, ...) rows of each token: (N, ...)."""
+def _zeros(num_tokens: int, rows: torch.Tensor) -> torch.Tensor:
+    """(N, ...) to add (M, ...) rows to."""
     dtype = torch.float32 if rows.dtype in _HALF else rows.dtype
-    total = torch.zeros((layout.num_tokens, *rows.shape[1:]), dtype=dtype, device=rows.device)
-    tokens = layout.sent_tokens.split(layout.sent_sizes)
-    for part, tokens_there in zip(rows.split(layout.sent_sizes), tokens, strict=True):
-        total.index_add_(0, tokens_there, part.to(dtype))
-    return total.to(rows.dtype)
+    return torch.zeros((num_tokens, *rows.shape[1:]), dtype=dtype, device=rows.device)
+
+
+def _add(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    total.index_add_(0, tokens, rows.to(total.dtype))

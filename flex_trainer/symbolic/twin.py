@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -37,15 +37,40 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
     with mode:
         for tensor in (*model.parameters(), *model.buffers()):
             memo[id(tensor)] = _fake(tensor, device)
+    for module in model.modules():
+        for hook in _foreign_hooks(module):
+            memo[id(hook)] = _FOREIGN  # not copied: it may hold anything
     with _PlainTensors(mode), without_sharding(model, memo):
         twin = copy.deepcopy(model, memo)
     for module in model.modules():
         take_off_copy(module, memo[id(module)])
     for module in twin.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            _remove_foreign(hooks)
-        _remove_foreign(module._backward_pre_hooks)
+        for hooks in _hook_tables(module):
+            for number in [number for number, hook in hooks.items() if hook is _FOREIGN]:
+                del hooks[number]
     return twin
+
+
+class _Foreign:
+    """In a copied table: a hook of somebody else's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Foreign:
+        return self
+
+
+_FOREIGN = _Foreign()
+
+
+def _hook_tables(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _foreign_hooks(module: nn.Module) -> Iterator[Any]:
+    for hooks in _hook_tables(module):
+        for hook in hooks.values():
+            origin = getattr(hook, "__module__", None) or type(hook).__module__
+            if origin.partition(".")[0] not in _LIBRARIES:
+                yield hook
 
 
 class _PlainTensors(TorchFunctionMode):
@@ -74,10 +99,3 @@ def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
-
-
-def _remove_foreign(hooks: MutableMapping[int, Any]) -> None:
-    for number, hook in list(hooks.items()):
-        module = getattr(hook, "__module__", None) or type(hook).__module__
-        if module.partition(".")[0] not in _LIBRARIES:
-            del hooks[number]

@@ -21,7 +21,12 @@ def test_prints_just_the_path(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     path = Path(output.removesuffix("\n"))
     assert path.is_file()
-    settings = ClusterConfig.from_yaml_file(str(path))
+    assert ClusterConfig.from_yaml_file(str(path)).num_processes == 8
+
+
+def test_a_launcher_that_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("qwen3_30b_a3b_8gpu", "accelerate=gpu_8proc_fsdp2") == 0
+    settings = ClusterConfig.from_yaml_file(capsys.readouterr().out.removesuffix("\n"))
     assert settings.fsdp_config is not None
     assert settings.fsdp_config["fsdp_version"] == 2
 

@@ -83,7 +83,7 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
     runtime.attach(model)
     force(runtime, Forced("replayed_dispatch" if wishes[dist.get_rank()] else "keep"))
     num_exchanges = 0
-    original = AllToAll._move
+    original = AllToAll._start
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_exchanges
@@ -91,7 +91,7 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, runtime.backward():
-        patch.setattr(AllToAll, "_move", counted)
+        patch.setattr(AllToAll, "_start", counted)
         loss = _loss(model, 0)
         agreed = len(runtime._pending[0].agreed_layers)
         loss.backward()
