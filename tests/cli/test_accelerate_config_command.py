@@ -25,7 +25,7 @@ def test_prints_just_the_path(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_launcher_that_shards(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("qwen3_30b_a3b_8gpu", "accelerate=gpu_8proc_fsdp2") == 0
+    assert run("qwen3_30b_a3b_8gpu", "accelerate=gpu_8proc_fsdp2", "parallel.fsdp=1", "parallel.ep=1") == 0
     settings = ClusterConfig.from_yaml_file(capsys.readouterr().out.removesuffix("\n"))
     assert settings.fsdp_config is not None
     assert settings.fsdp_config["fsdp_version"] == 2
