@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from dataclasses import replace
 
-from flex_trainer.cost.expected import EXCHANGE_BLOCK, EXPECTED, Expected, without_agreement
+from flex_trainer.cost.expected import EXPECTED, Expected, exchange_block, without_agreement
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.load import Load
 from flex_trainer.micro_batch import MicroBatch
@@ -35,7 +35,7 @@ class ExpertLoads:
 
     def learn(self, micro_batch: MicroBatch) -> None:
         """A micro-batch has run."""
-        if not micro_batch.loads:
+        if not micro_batch.loads or micro_batch.crowd == 0:
             return
         # Relative to the mean rank: how long this rank's own sequences were says nothing of what it will get.
         worst = functools.reduce(Load.union, micro_batch.loads.values()).scaled(1 / micro_batch.crowd)
@@ -43,14 +43,15 @@ class ExpertLoads:
         self._agreed_layers = frozenset(micro_batch.would_agree_layers)
 
 
-def is_unexpected(micro_batch: MicroBatch, experts: Site, routing: Routing, planned_pairs: int | None) -> bool:
-    """Whether the plan of this layer's experts does not hold: more arrives than was expected, or the ranks have not
-    agreed on what was planned; or, where it mitigates, whether much less will arrive.
+def take_in(micro_batch: MicroBatch, experts: Site, routing: Routing, planned_pairs: int | None) -> bool:
+    """Note what a layer's routing says of this layer and of those to come; whether the plan has to be made anew: more
+    arrives than was expected, the ranks have not agreed on what was planned, or, where the plan mitigates, much less
+    will arrive.
 
     Args:
         planned_pairs: pairs that were planned for, where all experts are on one rank.
     """
-    plan = micro_batch.plan
+    plan, expected = micro_batch.plan, micro_batch.expected
     assert plan is not None
     if routing.load is None:
         is_more = planned_pairs is not None and routing.num_pairs > planned_pairs
@@ -58,17 +59,21 @@ def is_unexpected(micro_batch: MicroBatch, experts: Site, routing: Routing, plan
             factor = routing.num_pairs / planned_pairs
             micro_batch.heavier[experts.layer] = Load(factor, factor)
         return is_more
-    planned = micro_batch.expected.load
-    if len(micro_batch.loads) == 1:  # the first layer's counts also say how many tokens there are in all
-        load = planned.scaled(routing.crowd).rounded_up()
-        micro_batch.expected = replace(micro_batch.expected, load=load)
-        is_much_less = load.pairs < _MUCH_LESS * planned.pairs and plan.added_seconds > 0
-        if load.exceeds(planned) or is_much_less:
-            return True
-    if routing.load.exceeds(micro_batch.expected.load):
-        return True
-    block = Site(f"{experts.name}.parallel", EXCHANGE_BLOCK, experts.layer)
-    return not routing.is_replay_agreed and plan.strategy(block) is Strategy.RECOMPUTE
+    is_over = False
+    if not micro_batch.is_crowd_known:  # the first counts also say how many tokens there are in all
+        micro_batch.is_crowd_known = True
+        load = expected.load.scaled(routing.crowd).rounded_up()
+        is_much_less = load.pairs < _MUCH_LESS * expected.load.pairs and plan.added_seconds > 0
+        is_over = load.exceeds(expected.load) or is_much_less
+        if is_over:
+            expected = replace(expected, load=load)
+    if routing.load.exceeds(expected.load):
+        is_over = True
+        # A skew that one layer shows is expected of those to come.
+        expected = replace(expected, load=expected.load.union(routing.load))
+    micro_batch.expected = expected
+    is_refused = not routing.is_replay_agreed and plan.strategy(exchange_block(experts)) is Strategy.RECOMPUTE
+    return is_over or is_refused
 
 
 def known_graph(micro_batch: MicroBatch, graph: ActivationGraph, layer: int) -> ActivationGraph:
@@ -76,8 +81,5 @@ def known_graph(micro_batch: MicroBatch, graph: ActivationGraph, layer: int) -> 
     if not micro_batch.loads:
         return graph.with_loads(micro_batch.heavier)
     still_expected = {other for other in micro_batch.expected.agreed_layers if other > layer}
-    # A skew that one layer shows is expected of those to come.
-    load = functools.reduce(Load.union, micro_batch.loads.values(), micro_batch.expected.load)
-    micro_batch.expected = replace(micro_batch.expected, load=load)
-    graph = graph.with_loads(micro_batch.loads, load)
+    graph = graph.with_loads(micro_batch.loads, micro_batch.expected.load)
     return without_agreement(graph, micro_batch.agreed_layers | still_expected)

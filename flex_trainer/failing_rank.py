@@ -30,6 +30,10 @@ from flex_trainer.errors import EXIT_CODE, UserError, print_mistake
 GRACE_SECONDS = 3.0
 """How long a rank that is not to blame waits for the launcher to end it."""
 _POLL_SECONDS = 1.0
+_STORE_GONE_SECONDS = 60.0
+"""How long a rank goes on that can no longer hear of the others."""
+_ended = threading.Event()
+"""What was to be run has ended by itself."""
 # What gloo, NCCL and torch say when the other side of a connection is gone.
 _LOST_PEER_TEXTS = (
     "connection closed by peer",
@@ -53,10 +57,18 @@ def ranks_fail_together() -> Iterator[None]:
     if _world_size() == 1:
         yield
         return
+    _ended.clear()
     try:
         yield
-    except Exception as error:
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _end(RuntimeError(f"ended with exit code {error.code}"))
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # some of torch's are no Exception
         _end(error)
+    _ended.set()
 
 
 def watch() -> None:
@@ -82,17 +94,19 @@ def is_lost_peer(error: BaseException) -> bool:
     return False
 
 
-def _end(error: Exception) -> NoReturn:
+def _end(error: BaseException) -> NoReturn:
     if is_lost_peer(error):
-        time.sleep(GRACE_SECONDS)  # the launcher, or `_look_out`, may end this process now
+        # The launcher may end this process now, or `_look_out`, which knows why.
+        time.sleep(GRACE_SECONDS + 2 * _POLL_SECONDS)
+        traceback.print_exception(error)
         _leave(f"{rank_name()} lost another rank: {_one_line(error)}", 1)
     if isinstance(error, UserError) and os.environ.get("FLEX_TRACEBACK") != "1":
+        print_mistake(_one_line(error))  # first: the store may be gone, which takes long to notice
         _tell(f"{rank_name()}: {_one_line(error)}")
-        print_mistake(_one_line(error))
         _leave("", EXIT_CODE)
     message = f"{rank_name()}: {type(error).__name__}: {_one_line(error)}"
-    _tell(message)
     traceback.print_exception(error)
+    _tell(message)
     _leave(message, 1)
 
 
@@ -114,7 +128,10 @@ def _look_out(store: Any) -> None:
             has_failed = store.check([_key()])
             message = store.get(_key()).decode() if has_failed else ""
         except (RuntimeError, OSError):
-            return  # the store is gone with the process that kept it: the run has ended, one way or the other
+            # The store is gone with the machine that kept it: the run has ended there, one way or the other.
+            if not _ended.wait(_STORE_GONE_SECONDS):
+                _leave(f"{rank_name()} ends, since the first machine's process group is gone", 1)
+            return
         if has_failed:
             time.sleep(GRACE_SECONDS)
             _leave(f"{rank_name()} ends, since another has failed: {message}", 1)

@@ -53,6 +53,7 @@ class MicroBatch:
     """What they were, by layer; empty where all experts are on one rank."""
     crowd: float = 1.0
     """Tokens of the mean rank over those of this one."""
+    is_crowd_known: bool = False
     agreed_layers: set[int] = field(default_factory=set)
     """Layers whose dispatch all ranks replay in backward."""
     would_agree_layers: set[int] = field(default_factory=set)

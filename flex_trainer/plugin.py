@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flex_trainer.clipping import clip_grad_norm_
 from flex_trainer.config import FlexConfig
@@ -89,6 +90,7 @@ class FlexPlugin:
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
         if getattr(unwrapped, "is_distributed_loading_by_transformers", False):
+            _refuse_lone_parameters(unwrapped)
             self._wrap_clipping(accelerator)
         self._transaction = Transaction(
             self.runtime,
@@ -150,6 +152,27 @@ class FlexPlugin:
             return clip_grad_norm_(parameters, max_norm, norm_type)
 
         self._undo.append(replace_attribute(accelerator, "clip_grad_norm_", clip))
+
+
+def _refuse_lone_parameters(model: nn.Module) -> None:
+    """Refuse parameters that were added after the model was sharded, and that nobody keeps equal on the ranks.
+
+    Raises:
+        ValueError: the first of them.
+    """
+    distributed = torch.distributed
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    for name, parameter in model.named_parameters():
+        is_synchronized = isinstance(parameter, DTensor) or bool(
+            getattr(parameter, "_post_accumulate_grad_hooks", None)
+        )
+        if parameter.requires_grad and not is_synchronized:
+            raise UserError(
+                f"parameter {name!r} was added after the model was sharded (an adapter, say): every rank would train a "
+                "copy of its own. Use FlexTrainer, which averages its gradient over the ranks as Trainer does, or do "
+                "that in a hook (register_post_accumulate_grad_hook) before attach."
+            )
 
 
 class _SyncFlag:

@@ -7,6 +7,7 @@ kernels need inside and how allocators round: a factor on those transients is le
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -18,12 +19,14 @@ from torch import nn
 
 from flex_trainer.config import AUTO_RESERVE_SHARE, FlexConfig, amount_bytes
 from flex_trainer.correction import Correction
+from flex_trainer.cost.expected import exchange_block
 from flex_trainer.cost.load import at_even_load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.errors import UserError
-from flex_trainer.expert_loads import ExpertLoads, is_unexpected, known_graph
+from flex_trainer.expert_loads import ExpertLoads, known_graph, take_in
+from flex_trainer.experts.dispatch import dispatching_of
 from flex_trainer.files import check_writable
 from flex_trainer.forecast import Forecast
 from flex_trainer.gradients import Gradients
@@ -32,13 +35,15 @@ from flex_trainer.meter import MemoryMeter
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.discovery import ModelMap
 from flex_trainer.models.routing import Routing
-from flex_trainer.models.sharding import gathered_bytes, units_of
+from flex_trainer.models.sharding import gathered_bytes, original_class, units_of
 from flex_trainer.offloading import OffloadService
 from flex_trainer.plan_cache import PlanCache
 from flex_trainer.planner.budget import BudgetAllocator
 from flex_trainer.planner.plan import Plan, Uniform
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 _BUDGET_STEPS = 256
 """Budgets are discretised (rounded down) to this many steps of the limit or more, so that plans are found in the cache.
@@ -101,16 +106,16 @@ class Provisioner:
         self._fingerprint = _fingerprint(model, model_map)
         if earlier is not None and earlier._fingerprint == self._fingerprint:
             self._profile, self._correction = earlier._profile, earlier._correction
-            self._margin, self._rounds = earlier._margin, earlier._rounds
+            self._margin, self._rounds, self._loads = earlier._margin, earlier._rounds, earlier._loads
             self._allocator = BudgetAllocator(self.num_expected_in_flight)
         else:
             self._profile = self._seed_profile(resumed_profile)
             self._correction.start_at(self._profile.transient_factor)
+            self._loads = ExpertLoads()
             self._margin = SafetyMargin(self._profile.margin_bytes)
         self._forecast = Forecast(model, model_map, next(model.parameters()).device, config.trace)
         self._gradients = Gradients(model, model_map)
         self._gathered_bytes = gathered_bytes(model) if units_of(model) else 0
-        self._loads = ExpertLoads()
         self._plans = PlanCache(config, self._profile, self._correction, offloading)
         self._check_start()
 
@@ -182,11 +187,11 @@ class Provisioner:
         # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
         held_bytes = micro_batch.ledger.held_bytes - self._offloading.in_flight_bytes
         excess_bytes = held_bytes - plan.held_until(site.layer)
-        has_other_load = is_unexpected(micro_batch, site, routing, planned_rows)
+        has_other_load = take_in(micro_batch, site, routing, planned_rows)
         if has_other_load or excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes:
             ran = {call.site.name: micro_batch.strategy(call.site) for call in micro_batch.scope.calls}
             if routing.is_replay_agreed:
-                ran[f"{site.name}.parallel"] = Strategy.RECOMPUTE
+                ran[exchange_block(site).name] = Strategy.RECOMPUTE
             graph = known_graph(micro_batch, self._profile.graph(micro_batch.shape), site.layer)
             micro_batch.excess_bytes = max(excess_bytes, 0)
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
@@ -325,12 +330,20 @@ class Provisioner:
 
     def _seed_profile(self, resumed: Path | None) -> Profile:
         if self._config.seed_profile is None:
-            return Profile() if resumed is None else Profile.load(resumed, self._fingerprint)
+            return Profile() if resumed is None else self._resumed(resumed)
         path = Path(self._config.seed_profile)
         if _is_main_process():
             check_writable(path, "the seed profile")  # now rather than when training has ended
-        path = path if resumed is None else resumed
+        if resumed is not None:
+            return self._resumed(resumed)
         return Profile.load(path, self._fingerprint) if path.exists() else Profile()
+
+    def _resumed(self, path: Path) -> Profile:
+        """What a checkpoint has; nothing, where it was written on another number of ranks: sizes are then others."""
+        if Profile.fingerprint_of(path) == self._fingerprint:
+            return Profile.load(path, self._fingerprint)
+        logger.info("Sizes of operators in %s are of another number of ranks; they are learnt anew", path)
+        return Profile()
 
     # Limits that cannot be met
 
@@ -372,6 +385,9 @@ def _is_main_process() -> bool:
 
 def _fingerprint(model: nn.Module, model_map: ModelMap) -> str:
     """Says whether a profile belongs to this model: classes, sites and parameter shapes."""
-    facts = [type(model).__name__, *(operator.site.name for operator in model_map.operators)]
+    facts = [original_class(model).__name__, *(operator.site.name for operator in model_map.operators)]
+    # What a rank's experts get, and which operators they have, follows the number of ranks.
+    dispatching = (dispatching_of(operator.module) for operator in model_map.experts)
+    facts += [f"experts on {how.num_ranks} ranks" for how in dispatching if how is not None]
     facts += [f"{name}:{tuple(parameter.shape)}:{parameter.dtype}" for name, parameter in model.named_parameters()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

@@ -262,6 +262,8 @@ class FlexRuntime:
             if not self._pending or not self._is_window_open:
                 self._meter.start_window()
                 self._is_window_open = True
+            if self._pending and self._units is not None:
+                self._units.keep_whole(True)
             micro_batch = self._running = self._begin(shape)
             micro_batch.traced_seconds = traced_seconds
             self._whereabouts.at = Place("forward", OUTSIDE)
@@ -350,6 +352,8 @@ class FlexRuntime:
         self._pending = [micro_batch for micro_batch in self._pending if not micro_batch.is_backward_done]
         if not self._pending:
             self._end_window()
+            if self._units is not None:
+                self._units.keep_whole(False)
         for micro_batch in done:
             self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
             self._provisioner.learn(micro_batch, peak_bytes, is_exact)

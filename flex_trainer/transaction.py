@@ -103,7 +103,8 @@ class Transaction:
         )
         call = _Call(function, args, kwargs, self._runtime, modules, self._remember)
         self._step.calls.append(call)
-        self._is_running = self._runtime.can_step_back = True
+        self._is_running = True
+        self._runtime.can_step_back = _num_processes() == 1
         try:
             result = self._run_to_the_end(self._step)
         except BaseException:
@@ -278,10 +279,9 @@ class _Step:
 
     def obstacle(self, parameters: list[nn.Parameter], runtime: FlexRuntime) -> str | None:
         """Why this step cannot be taken back."""
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        if _num_processes() > 1:
             return (
-                f"it is one of {distributed.get_world_size()} processes, and the others would wait for its gradients. "
+                f"it is one of {_num_processes()} processes, and the others would wait for its gradients. "
                 "Lower memory_limit, so that plans leave more room."
             )
         if not runtime.config.strategies:
@@ -300,6 +300,11 @@ class _Step:
         if any(call.is_changed for call in self.calls):
             return "an input was changed in place. Use the out-of-place form of that operation."
         return None
+
+
+def _num_processes() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _marks(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from flex_trainer.checkpoint.groups import SavedGroups
 from flex_trainer.checkpoint.sharded import gather_whole, load_model, load_optimizer, parameter_names, save_sharded
-from flex_trainer.checkpoint.staging import Staging, last_checkpoint, recover, refuse_incomplete
+from flex_trainer.checkpoint.staging import CheckpointError, Staging, last_checkpoint, recover, refuse_incomplete
 from flex_trainer.checkpoint.weights import load_weights, must_be_converted
 from flex_trainer.errors import UserError
 
@@ -115,7 +115,12 @@ class CheckpointMixin(_TrainerBase):
             return
         # First what ranks do together, then what one does alone and may fail at.
         if state_dict is None:
-            state_dict = gather_whole(self._whole_model(), is_needed=self.args.should_save)
+            try:
+                state_dict = gather_whole(self._whole_model(), is_needed=self.args.should_save)
+            except (RuntimeError, MemoryError) as error:  # the others wait inside: nothing can be agreed on
+                raise CheckpointError(
+                    f"{self._staging.name} was not saved: gathering its weights failed ({error})"
+                ) from error
         with self._together("the model"):
             if self.args.should_save:
                 with _written_alone(self.model):

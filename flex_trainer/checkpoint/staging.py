@@ -8,6 +8,7 @@ output_dir/
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -49,6 +50,7 @@ class Staging:
         self.directory = run_directory / f"{_SAVING}{name}"
         """Stands in for the run's directory meanwhile."""
         self.staged = self.directory / name
+        self._is_shared = False
 
     def begin(self, is_shared: bool) -> None:
         """Make the directory, without what an earlier run has left there.
@@ -59,9 +61,12 @@ class Staging:
         Raises:
             CheckpointError: on every rank, if a rank failed.
         """
-        with self.together("its directory"):
+        self._is_shared = is_shared
+        with self.together("what was left of earlier ones"):  # all of it, before any rank makes a new directory
             if is_first_of_node():
                 sweep(self.final.parent)
+        with self.together("its directory"):
+            if is_first_of_node():
                 self.staged.mkdir(parents=True, exist_ok=True)
         with self.together("its directory"):
             if is_shared and not self.staged.is_dir():
@@ -103,7 +108,7 @@ class Staging:
         with self.together("giving it its name"):
             if rank() == 0:
                 self._rename()
-        if is_distributed():
+        if is_distributed() and not self._is_shared:
             with self.together("giving it its name"):
                 # On nodes with a disk of their own: what their ranks wrote there.
                 if is_first_of_node() and rank() != 0 and self.staged.is_dir():
@@ -124,6 +129,7 @@ class Staging:
             if replaced.exists():
                 replaced.rename(self.final)
             raise
+        _flush_one(self.final.parent)  # before the earlier one is removed
         shutil.rmtree(replaced, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -158,7 +164,8 @@ def sweep(run_directory: Path) -> None:
             if final.exists():
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                path.rename(final)
+                with contextlib.suppress(FileNotFoundError):  # another node that sees this directory was faster
+                    path.rename(final)
         elif path.name.startswith(_SAVING) and _NAME.fullmatch(path.name.removeprefix(_SAVING)):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -192,10 +199,14 @@ def refuse_incomplete(path: Path) -> None:
 
 def _flush(directory: Path) -> None:
     """Have the system write to disk what it only remembers: an error in that comes out here, not after the rename."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+    for path in (*directory.rglob("*"), directory):
+        _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    """A file's content, or a directory's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

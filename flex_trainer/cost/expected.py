@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 
 from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.load import EVEN, Load
+from flex_trainer.strategy import Site
 
 EXCHANGE_BLOCK = "ep_block"
 """Kind of the block that is dispatch and experts: replayed only where all ranks agree."""
+
+
+def exchange_block(experts: Site) -> Site:
+    """That block's site, by the site of the experts inside."""
+    return Site(
+        f"{experts.name}.parallel", EXCHANGE_BLOCK, experts.layer, is_block=True, is_replayable=experts.is_replayable
+    )
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,14 @@ class Profile:
         text = json.dumps({**facts, "structures": structures})
         write_whole(path, text, what="the seed profile")
 
+    @staticmethod
+    def fingerprint_of(path: Path) -> str | None:
+        """Which model a file belongs to; None: it does not say."""
+        try:
+            return json.loads(path.read_text(encoding="utf-8")).get("fingerprint")
+        except (OSError, ValueError, AttributeError):
+            return None
+
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> Profile:
         """Read a file written by `save`.

@@ -59,7 +59,13 @@ class FlexEP(EPImplementation):
 
     def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         outgoing = Outgoing.of(top_k_index, self.num_local_experts, self.num_ranks)
-        layout = Layout.of(outgoing, self.transport.exchange(outgoing.header(self.operators.wish())))
+        needs = hidden_states.requires_grad, top_k_weights.requires_grad
+        layout = Layout.of(outgoing, self.transport.exchange(outgoing.header(self.operators.wish(), needs)))
+        # Ranks may differ in that (images in the batch of one only), and have to exchange gradients alike.
+        hidden_states, top_k_weights = (
+            tensor if not is_needed or tensor.requires_grad else tensor.detach().requires_grad_()
+            for tensor, is_needed in zip((hidden_states, top_k_weights), layout.needs_gradients, strict=True)
+        )
         run = self.operators.begin(layout)
         return run_layer(
             self._experts,
@@ -114,6 +120,7 @@ class Dispatching(Protocol):
     """How an experts module gets its tokens: a FlexEP, or what stands in for one."""
 
     operators: Operators
+    num_ranks: int
 
 
 def attach_to(experts: nn.Module, how: Dispatching) -> None:

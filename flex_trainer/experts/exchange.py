@@ -52,7 +52,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # What needs no gradient needs none on any rank, so all send the same.
+        # What needs no gradient here needs none on any rank (`Layout.needs_gradients`), so all send the same.
         needed = [number for number in (0, 1) if ctx.needs_input_grad[number]]
         summed = ctx.transport.combine(ctx.layout, [gradients[number] for number in needed])
         by_input = dict(zip(needed, summed, strict=True))

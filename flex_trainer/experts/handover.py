@@ -1,14 +1,13 @@
-"""The points at which a micro-batch waits for communication, and another one may run.
+"""The point at which a micro-batch waits for communication, and another one may run.
 
-Every exchange of rows is started first and waited for here. Who runs two micro-batches at once (a forward beside a
-backward) replaces the wait of its threads: hand over to the other, wait when resumed.
+Every exchange of rows is started first and waited for here, in forward and in backward. Who runs two micro-batches at
+once puts something else in place of `Waiting.wait`: hand over to the other, wait when resumed. It belongs to the
+transport and not to a thread, since autograd runs the backward of a GPU in a thread of its own.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -18,29 +17,17 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-Wait = Callable[[Sequence[Work]], None]
-"""Returns when all of the works are done."""
+class Waiting(Protocol):
+    """How a transport waits."""
 
-_thread = threading.local()
-
-
-def wait_for(works: Sequence[Work]) -> None:
-    """Wait for collectives that have been started, as this thread does it."""
-    waits: Wait = getattr(_thread, "wait", _wait_here)
-    waits(works)
+    def wait(self, works: Sequence[Work]) -> None:
+        """Return when all of the works are done."""
+        ...
 
 
-@contextmanager
-def waiting_with(wait: Wait) -> Iterator[None]:
-    """Have this thread wait with `wait` inside."""
-    outer = getattr(_thread, "wait", _wait_here)
-    _thread.wait = wait
-    try:
-        yield
-    finally:
-        _thread.wait = outer
+class WaitHere:
+    """Nothing else runs meanwhile."""
 
-
-def _wait_here(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()
+    def wait(self, works: Sequence[Work]) -> None:
+        for work in works:
+            work.wait()

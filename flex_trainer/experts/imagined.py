@@ -23,7 +23,7 @@ class ImaginedEP:
     def __init__(self, experts: nn.Module, original: FlexEP) -> None:
         self.operators: Operators = Plainly()
         self._experts = experts
-        self._num_ranks = original.num_ranks
+        self.num_ranks = original.num_ranks
         self._num_local_experts = original.num_local_experts
         forward: Callable[..., torch.Tensor] = type(experts).forward.__get__(experts)
         self._forward = forward
@@ -33,7 +33,7 @@ class ImaginedEP:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        layout = Layout.even(top_k_index, self._num_local_experts, self._num_ranks)
+        layout = Layout.even(top_k_index, self._num_local_experts, self.num_ranks)
         self.operators.wish()
         run = self.operators.begin(layout)
         return run_layer(

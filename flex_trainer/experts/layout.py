@@ -21,6 +21,10 @@ class Wish:
     """It would rather, the next time."""
 
 
+_NUM_FACTS = 6
+"""Columns of a header besides the counts of experts."""
+
+
 @dataclass(frozen=True)
 class Outgoing:
     """What this rank will send of one layer; nothing here waits for the device."""
@@ -50,12 +54,13 @@ class Outgoing:
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         return cls(experts, goes_to.view(num_ranks, num_tokens), counts.view(num_ranks, num_local_experts))
 
-    def header(self, wish: Wish) -> torch.Tensor:
-        """What every rank is told before the rows: (R, E/R + 4), int64; pairs by expert, rows, the pairs of this rank's
-        tokens with all experts, the two wishes."""
+    def header(self, wish: Wish, needs: tuple[bool, bool] = (True, True)) -> torch.Tensor:
+        """What every rank is told before the rows: (R, E/R + 6), int64; pairs by expert, rows, the pairs of this rank's
+        tokens with all experts, the two wishes, and whether tokens and weights need gradients."""
         num_rows = self.goes_to.sum(dim=1, dtype=torch.int64)
-        same_for_all = num_rows.new_tensor([self.top_k_index.numel(), wish.wants, wish.would])
-        return torch.cat([self.expert_counts, num_rows.unsqueeze(1), same_for_all.expand(len(num_rows), 3)], dim=1)
+        # Filled on the device: a tensor of numbers from the host would be waited for.
+        facts = [torch.full_like(num_rows, int(n)) for n in (self.top_k_index.numel(), wish.wants, wish.would, *needs)]
+        return torch.cat([self.expert_counts, torch.stack([num_rows, *facts], dim=1)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class Layout:
     """All ranks want the dispatch to be replayed in backward."""
     would_all_replay: bool
     """All would have agreed, had they planned for it."""
+    needs_gradients: tuple[bool, bool]
+    """Whether tokens, and weights, need gradients on any rank: then they are exchanged, on all."""
 
     @property
     def num_received(self) -> int:
@@ -113,6 +120,7 @@ class Layout:
             offsets=top_k_index.new_zeros(num_local_experts, dtype=torch.int32),
             is_replay_agreed=False,
             would_all_replay=False,
+            needs_gradients=(False, False),
         )
 
     @classmethod
@@ -120,14 +128,15 @@ class Layout:
         """Both sides of the exchange. Waits for the device, once.
 
         Args:
-            header: (R, E/R + 4), what every rank has told this one (`Outgoing.header`).
+            header: (R, E/R + 6), what every rank has told this one (`Outgoing.header`).
         """
-        num_local_experts = header.size(1) - 4
+        num_local_experts = header.size(1) - _NUM_FACTS
         expert_counts = header[:, :num_local_experts].sum(dim=0)
-        facts = torch.cat([outgoing.goes_to.sum(dim=1, dtype=torch.int64).unsqueeze(1), header[:, -4:]], dim=1)
+        facts = torch.cat([outgoing.goes_to.sum(dim=1, dtype=torch.int64).unsqueeze(1), header[:, -_NUM_FACTS:]], dim=1)
         summary = torch.cat([facts.reshape(-1), expert_counts.sum().unsqueeze(0)]).tolist()
         num_pairs = summary.pop()
-        sent, received, pairs, wants, would = (tuple(summary[column::5]) for column in range(5))
+        columns = (tuple(summary[column :: 1 + _NUM_FACTS]) for column in range(1 + _NUM_FACTS))
+        sent, received, pairs, wants, would, *needs = columns
         sent_tokens = torch.nonzero_static(outgoing.goes_to, size=sum(sent))[:, 1]
         return cls(
             num_tokens=outgoing.goes_to.size(1),
@@ -142,4 +151,5 @@ class Layout:
             offsets=torch.cumsum(expert_counts, dim=0, dtype=torch.int32),
             is_replay_agreed=all(wants),
             would_all_replay=all(map(max, wants, would)),
+            needs_gradients=(any(needs[0]), any(needs[1])),
         )

@@ -20,8 +20,6 @@ from flex_trainer.experts.grouped import GroupedProducts
 from flex_trainer.experts.layout import Layout
 from flex_trainer.experts.operators import Run
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 def run_local_experts(
     experts: Any,
@@ -84,7 +82,7 @@ def _unpermute(
     outputs: torch.Tensor, pair_weights: torch.Tensor, pair_rows: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
     # Half precision is summed in float32: float32 weights make the product so.
-    dtype = torch.float32 if outputs.dtype in _HALF else outputs.dtype
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
     weighted = outputs * pair_weights.unsqueeze(-1).to(torch.promote_types(pair_weights.dtype, dtype))
     total: torch.Tensor = _SumByRow.apply(weighted, pair_rows, num_rows)  # pyright: ignore[reportAssignmentType]
     return total.to(outputs.dtype)

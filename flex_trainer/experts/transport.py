@@ -12,10 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from flex_trainer.experts.handover import Work, wait_for
+from flex_trainer.experts.handover import WaitHere, Waiting, Work
 from flex_trainer.experts.layout import Layout
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Transport(Protocol):
@@ -49,10 +47,12 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
+        self.waiting: Waiting = WaitHere()
+        """Where another micro-batch can run."""
 
     def exchange(self, header: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(header)
-        wait_for([_started(dist.all_to_all_single(received, header, group=self._group, async_op=True))])
+        self.waiting.wait([_started(dist.all_to_all_single(received, header, group=self._group, async_op=True))])
         return received
 
     def dispatch(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ class AllToAll:
         works = [self._start(b[:num_others], r, received, sent) for b, r in zip(buffers, rows, strict=True)]
         for buffer, tensor in zip(buffers, tensors, strict=True):
             torch.index_select(tensor, 0, own, out=buffer[num_others:])
-        wait_for(works)
+        self.waiting.wait(works)
         return buffers
 
     def combine(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -77,7 +77,7 @@ class AllToAll:
         totals = [_zeros(layout.num_tokens, tensor) for tensor in tensors]
         for total, tensor in zip(totals, rows, strict=True):
             _add(total, own, tensor[num_others:])
-        wait_for(works)
+        self.waiting.wait(works)
         for total, buffer in zip(totals, buffers, strict=True):
             for tokens, part in zip(others.split(sent), buffer.split(sent), strict=True):
                 _add(total, tokens, part)
@@ -106,7 +106,7 @@ def _started(work: Any) -> Work:
 
 def _zeros(num_tokens: int, rows: torch.Tensor) -> torch.Tensor:
     """(N, ...) to add (M, ...) rows to."""
-    dtype = torch.float32 if rows.dtype in _HALF else rows.dtype
+    dtype = torch.promote_types(rows.dtype, torch.float32)
     return torch.zeros((num_tokens, *rows.shape[1:]), dtype=dtype, device=rows.device)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from flex_trainer.activations.context import current_scope
-from flex_trainer.cost.expected import EXCHANGE_BLOCK
+from flex_trainer.cost.expected import exchange_block
 from flex_trainer.experts.layout import Layout, Wish
 from flex_trainer.experts.operators import Run
 from flex_trainer.models.routing import Routing, RoutingListener
@@ -30,8 +31,8 @@ class ManagedOperators:
         self._listener = listener
         # What a replay cannot take back: writes into buffers.
         is_replayable = experts.is_replayable and not any(True for _ in module.buffers())
-        self._experts = Site(experts.name, experts.kind, experts.layer, True, is_replayable)
-        self._block = Site(f"{experts.name}.parallel", EXCHANGE_BLOCK, experts.layer, True, is_replayable)
+        self._experts = replace(experts, is_replayable=is_replayable)
+        self._block = exchange_block(self._experts)
         # A collective by itself is never replayed: no rank can know what the others do with theirs.
         self._sites = {
             "parallel": self._block,

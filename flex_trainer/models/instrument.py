@@ -85,7 +85,9 @@ class Instrumentation:
                     return original(*args, **kwargs)
                 top_k_index = _top_k_index(args, kwargs)
                 if top_k_index is not None:
-                    num_experts = int(getattr(module, "num_experts", 0) or 0)
+                    # Another dispatch than ours gets ids of all ranks' experts here, and tells nothing of what comes.
+                    is_spread = bool(getattr(module, "_is_expert_parallel", False))
+                    num_experts = 0 if is_spread else int(getattr(module, "num_experts", 0) or 0)
                     listener.on_routed(site, Routing.here(top_k_index, num_experts))
                 # Backward may come after `remove`, and a replay has to take the very steps of this run.
                 function = functools.partial(_REGISTRIES.run_split, module, sites, original)

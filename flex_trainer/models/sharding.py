@@ -46,6 +46,11 @@ def refuse_unmanaged(model: nn.Module) -> None:
             )
 
 
+def original_class(model: nn.Module) -> type:
+    """The model's class: FSDP2 gives it another one, with a name of its own."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def units_of(model: nn.Module) -> list[FSDPModule]:
     """The units of FSDP2 in a model, outermost first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -90,13 +95,16 @@ def gathered_bytes(model: nn.Module) -> int:
     of the one that runs and the one that comes next, and the gradients of one of them on their way to their owners.
     """
     lasting_bytes, passing = 0, [0, 0]
+    counted: set[int] = set()  # modules may share a group
     for unit in units_of(model):
+        groups = [group for group in fsdp_groups(unit) if id(group) not in counted]
+        counted.update(map(id, groups))
         num_bytes = sum(
             whole_bytes(getattr(parameter._module_info.module, parameter._module_info.param_name))
-            for group in fsdp_groups(unit)
+            for group in groups
             for parameter in group.fsdp_params
         )
-        if _keeps_weights(unit):
+        if unit is not model and _keeps_weights(unit):  # the model's own are gathered before anything is measured
             lasting_bytes += num_bytes
         else:
             passing.append(num_bytes)
@@ -118,7 +126,8 @@ class Units:
             f"{name}.": module for name, module in model.named_modules() if name and isinstance(module, FSDPModule)
         }
         self._paths = list(units)
-        self._lasting = {path for path, module in units.items() if _keeps_weights(module)}
+        self._lasting = {path: module for path, module in units.items() if _keeps_weights(module)}
+        self._is_kept_whole = False
         self._unit_of: dict[str, str] = {}
 
     def weights(self, site: str) -> Iterator[torch.Tensor]:
@@ -131,6 +140,17 @@ class Units:
         """Whether the weights of a site are whole while the backward of the operator `saver` runs."""
         unit = self._unit(site)
         return unit in self._lasting or self._unit(saver).startswith(unit)
+
+    def keep_whole(self, is_kept: bool) -> None:
+        """Whether units that keep their weights until backward keep them after it too: another micro-batch in flight
+        may have to run their operators again. All ranks do this at the same points."""
+        if is_kept == self._is_kept_whole:
+            return
+        self._is_kept_whole = is_kept
+        for unit in self._lasting.values():
+            unit.set_reshard_after_backward(not is_kept, recurse=False)
+            if not is_kept:
+                unit.reshard()
 
     def _unit(self, site: str) -> str:
         """Path of the innermost unit around a site, "" for the model itself."""

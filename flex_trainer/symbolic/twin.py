@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -68,7 +69,10 @@ def _hook_tables(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
 def _foreign_hooks(module: nn.Module) -> Iterator[Any]:
     for hooks in _hook_tables(module):
         for hook in hooks.values():
-            origin = getattr(hook, "__module__", None) or type(hook).__module__
+            function = hook
+            while isinstance(function, functools.partial):
+                function = function.func
+            origin = getattr(function, "__module__", None) or type(function).__module__
             if origin.partition(".")[0] not in _LIBRARIES:
                 yield hook
 

@@ -59,6 +59,8 @@ class RankPool:
             RankError: it raised on a rank, or a rank died.
             TimeoutError: not all ranks were done in time; all were killed.
         """
+        if any(not process.is_alive() for process in self._processes):
+            self.close()  # a rank died in between
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -149,6 +151,25 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _share_meshes() -> None:
+    """Give every model of the same sizes the same mesh: each would make process groups of its own, whose threads stay
+    for good and wake up a hundred times a second."""
+    mixin: Any = import_module("transformers.distributed.mixin")
+    original = mixin.initialize_distributed_mesh
+    if hasattr(original, "meshes"):
+        return
+    meshes: dict[tuple[int, ...], Any] = {}
+
+    def shared(config: Any) -> Any:
+        sizes = (config.pp_size, config.dp_replicate_size, config.fsdp_size, config.tp_size, config.ep_size)
+        if sizes not in meshes:
+            meshes[sizes] = original(config)
+        return meshes[sizes]
+
+    vars(shared)["meshes"] = meshes
+    mixin.initialize_distributed_mesh = shared
+
+
 def _serve(rank: int, world_size: int, store: str, pipe: Connection, search_path: list[str]) -> None:
     """A rank's life: jobs until the pipe closes."""
     sys.path[:] = search_path
@@ -164,6 +185,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection, search_path
             return
         try:
             module_name, name = function.split(":")
+            _share_meshes()
             answer = (True, getattr(import_module(module_name), name)(**arguments))
         except BaseException:  # whatever it was, the other side raises it
             answer = (False, traceback.format_exc())

@@ -11,11 +11,10 @@ from flex_trainer.testing.ranks import RankPool
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all of them in one worker, where tests are spread over several: ranks are expensive to start."""
+    """More time for each: the first one pays for the start of the ranks."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-            item.add_marker(pytest.mark.timeout(300))  # the first of them pays for the start of the ranks
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")
