@@ -120,3 +120,24 @@ def agreement_by_plans(path: str, is_tight: tuple[bool, ...], num_steps: int, **
             loss.backward()
     runtime.detach()
     return agreed
+
+
+def two_forwards(path: str, in_one_backward: bool, **parallel: Any) -> float:
+    """Largest error of gradients where two micro-batches run forward before the first backward, all recomputed."""
+    model = spread_model(Path(path), **parallel)
+    (_loss(model, 0) + _loss(model, 1)).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    runtime = FlexRuntime(FlexConfig(memory_limit="20GiB"))
+    runtime.attach(model)
+    force(runtime, Forced("recompute"))
+    losses = [_loss(model, number) for number in (0, 1)]
+    with runtime.backward():
+        if in_one_backward:
+            torch.stack(losses).sum().backward()
+        else:
+            for loss in losses:
+                loss.backward()
+    runtime.detach()
+    actual = gradients_of(model)
+    return max(relative_error(actual[name], gradient) for name, gradient in expected.items())

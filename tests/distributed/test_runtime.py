@@ -56,3 +56,10 @@ def test_plans_count_on_agreement_once_all_ranks_would_have_agreed(two_ranks: Ra
             f"{JOBS}:agreement_by_plans", path=str(path), is_tight=is_tight, num_steps=3, fsdp=2, ep=2
         )
         assert by_rank == [expected, expected]
+
+
+@pytest.mark.parametrize("in_one_backward", [True, False])
+def test_two_forwards_before_a_backward(two_ranks: RankPool, path: Path, in_one_backward: bool) -> None:
+    """FSDP2 gives up all weights after the first of two backwards; the other's logits are computed again after that."""
+    errors = two_ranks.run(f"{JOBS}:two_forwards", path=str(path), in_one_backward=in_one_backward, fsdp=2, ep=2)
+    assert max(errors) <= 1e-5
