@@ -117,7 +117,7 @@ def test_a_run_with_failures_ends_as_one_without(
 
 
 def test_both_retries_are_used(tmp_path: Path, plain: Counting) -> None:
-    trainer = run(tmp_path, "recovery", {40, 41})
+    trainer = run(tmp_path, "recovery", {10, 11})
     assert_same_run(trainer, plain)
     assert [retry.attempt for retry in trainer.flex.retries] == [1, 2]
     assert trainer.metrics == plain.metrics

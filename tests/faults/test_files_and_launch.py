@@ -66,7 +66,7 @@ def test_rows_of_other_ranks_are_masked_before_any_sum_or_scale(
             store=_store,
             min_mitigated_bytes=1,
         )
-        monkeypatch.setattr("flex_trainer.models.experts.grouped_linear", with_garbage if garbage else grouped_linear)
+        monkeypatch.setattr("flex_trainer.experts.grouped.grouped_linear", with_garbage if garbage else grouped_linear)
         if strategy is None or not garbage:
             output = split_experts_forward(experts, SITES, _plainly, inputs[0], index, inputs[1])
         else:
