@@ -54,6 +54,7 @@ class MicroBatch:
     crowd: float = 1.0
     """Tokens of the mean rank over those of this one."""
     is_crowd_known: bool = False
+    """Whether plans have taken that into account."""
     agreed_layers: set[int] = field(default_factory=set)
     """Layers whose dispatch all ranks replay in backward."""
     would_agree_layers: set[int] = field(default_factory=set)

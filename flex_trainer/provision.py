@@ -329,20 +329,18 @@ class Provisioner:
         return amount_bytes(reserve, self.limit_bytes)
 
     def _seed_profile(self, resumed: Path | None) -> Profile:
-        if self._config.seed_profile is None:
-            return Profile() if resumed is None else self._resumed(resumed)
-        path = Path(self._config.seed_profile)
-        if _is_main_process():
+        path = None if self._config.seed_profile is None else Path(self._config.seed_profile)
+        if path is not None and _is_main_process():
             check_writable(path, "the seed profile")  # now rather than when training has ended
         if resumed is not None:
             return self._resumed(resumed)
-        return Profile.load(path, self._fingerprint) if path.exists() else Profile()
+        return Profile.load(path, self._fingerprint) if path is not None and path.exists() else Profile()
 
     def _resumed(self, path: Path) -> Profile:
-        """What a checkpoint has; nothing, where it was written on another number of ranks: sizes are then others."""
-        if Profile.fingerprint_of(path) == self._fingerprint:
+        """What a checkpoint has; nothing, where it is not of this model on this number of ranks: sizes are others."""
+        if Profile.fingerprint_of(path) in (None, self._fingerprint):
             return Profile.load(path, self._fingerprint)
-        logger.info("Sizes of operators in %s are of another number of ranks; they are learnt anew", path)
+        logger.info("Sizes of operators in %s were measured on other ranks; they are learnt anew", path)
         return Profile()
 
     # Limits that cannot be met

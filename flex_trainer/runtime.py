@@ -352,8 +352,7 @@ class FlexRuntime:
         self._pending = [micro_batch for micro_batch in self._pending if not micro_batch.is_backward_done]
         if not self._pending:
             self._end_window()
-            if self._units is not None:
-                self._units.keep_whole(False)
+        self._let_units_go()
         for micro_batch in done:
             self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
             self._provisioner.learn(micro_batch, peak_bytes, is_exact)
@@ -381,6 +380,12 @@ class FlexRuntime:
             self._provisioner.forget(micro_batch)
             micro_batch.scope = None
         self._pending = [micro_batch for micro_batch in self._pending if micro_batch.number not in numbers]
+        self._let_units_go()
+
+    def _let_units_go(self) -> None:
+        """With nothing in flight, no weights have to stay whole; left so, an optimizer step would pass them by."""
+        if not self._pending and self._units is not None:
+            self._units.keep_whole(False)
 
     # Taking a step back (transaction.py)
 

@@ -22,6 +22,8 @@ def exchange_block(experts: Site) -> Site:
 
 @dataclass(frozen=True)
 class Expected:
+    """What a micro-batch is planned with."""
+
     load: Load = EVEN
     """Of every layer."""
     agreed_layers: frozenset[int] = frozenset()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from flex_trainer.cost.load import Load, follows
+from flex_trainer.cost.load import EVEN, Load, follows
 from flex_trainer.cost.uses import Uses, find_uses
 from flex_trainer.strategy import Site
 
@@ -103,7 +103,7 @@ class ActivationGraph:
         segments = []
         for segment in self.segments:
             load = loads.get(segment.layer, others)
-            segments.append(segment if load is None or load == Load() else _scale_experts(segment, load))
+            segments.append(segment if load is None or load == EVEN else _scale_experts(segment, load))
         return replace(self, segments=tuple(segments))
 
 

@@ -34,7 +34,6 @@ class ImaginedEP:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         layout = Layout.even(top_k_index, self._num_local_experts, self.num_ranks)
-        self.operators.wish()
         run = self.operators.begin(layout)
         return run_layer(
             self._experts, self._forward, 0, _Nowhere(), layout, run, hidden_states, top_k_index, top_k_weights
