@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from flex_trainer.config import STRATEGIES
 from flex_trainer.records import MicroBatchRecord, StepRetry
+from flex_trainer.reports.ranks import Runtime as RankRuntime
 from flex_trainer.reports.summary import plan_percent, prediction_error_percents
 
 GIB_BYTES = 2**30
@@ -55,17 +56,8 @@ _RANK_NAMES = {
 """Largest values that come with the rank that had them."""
 
 
-class Runtime(Protocol):
+class Runtime(RankRuntime, Protocol):
     """What callbacks need of the runtime."""
-
-    @property
-    def records(self) -> Sequence[MicroBatchRecord]: ...
-
-    @property
-    def retries(self) -> Sequence[StepRetry]: ...
-
-    @property
-    def limit_bytes(self) -> int: ...
 
     def memory_now(self) -> Mapping[str, int]:
         """Bytes in use now by name: `process` on CPU; `allocated`, `reserved`, `device` on CUDA."""

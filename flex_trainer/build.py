@@ -26,7 +26,7 @@ from flex_trainer.config import nearest
 from flex_trainer.data import build_dataset, byte_tokenizer
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.distribute import check_mixed_precision, check_model, distribute, distributed_config
-from flex_trainer.errors import UserError
+from flex_trainer.errors import UserError, one_line
 from flex_trainer.recipe import Recipe
 from flex_trainer.recipe_yaml import RecipeError
 from flex_trainer.training_fields import check_precision, check_training
@@ -75,7 +75,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     try:
         args = TrainingArguments(**values)
     except (ValueError, TypeError, ImportError) as error:
-        raise RecipeError(f"{recipe.path.name}: training: {_one_line(error)}") from error
+        raise RecipeError(f"{recipe.path.name}: training: {one_line(error)}") from error
     check_precision(recipe, args)
     return args
 
@@ -88,7 +88,7 @@ def build_tokenizer(recipe: Recipe) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{recipe.path.name}: tokenizer {name!r} cannot be loaded: {_one_line(error)}") from error
+        raise RecipeError(f"{recipe.path.name}: tokenizer {name!r} cannot be loaded: {one_line(error)}") from error
 
 
 def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
@@ -130,7 +130,7 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
             **options,
         )
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{recipe.path.name}: model: {_one_line(error)}") from error
+        raise RecipeError(f"{recipe.path.name}: model: {one_line(error)}") from error
 
 
 def build_data(recipe: Recipe, args: TrainingArguments, tokenizer: Any) -> tuple[TokenDataset, TokenDataset | None]:
@@ -179,7 +179,7 @@ def random_config(recipe: Recipe, tokenizer: Any = None) -> PreTrainedConfig:
     try:
         return config_class(**values)
     except Exception as error:  # strict configuration classes raise their own kinds for a value they refuse
-        raise RecipeError(f"{place}.config: {_one_line(error)}") from error
+        raise RecipeError(f"{place}.config: {one_line(error)}") from error
 
 
 def loaded_config(recipe: Recipe) -> PreTrainedConfig:
@@ -196,7 +196,7 @@ def loaded_config(recipe: Recipe) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{recipe.path.name}: model.name_or_path: {section.name_or_path!r} cannot be loaded "
-            f"({_one_line(error)}); give a directory with its config.json, or architecture and config"
+            f"({one_line(error)}); give a directory with its config.json, or architecture and config"
         ) from error
     _check_config_keys(recipe, type(config))
     config.update(section.config)
@@ -251,8 +251,3 @@ def _check_fit(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any) -> None
             f"{recipe.path.name}: data.sequence_length={recipe.data.sequence_length} is more than the model's "
             f"max_position_embeddings={positions}; lower the one or raise the other in model.config"
         )
-
-
-def _one_line(error: BaseException) -> str:
-    """All of a library's message on one line, for the user who has to act on it."""
-    return " ".join(str(error).split()) or type(error).__name__

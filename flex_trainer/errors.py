@@ -34,3 +34,8 @@ def print_mistake(message: str) -> None:
     rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     line = f"Error{rank}: {message}"
     print(f"\033[31m{line}\033[0m" if sys.stderr.isatty() else line, file=sys.stderr)
+
+
+def one_line(error: BaseException) -> str:
+    """All of a library's message on one line, for the user who has to act on it."""
+    return " ".join(str(error).split()) or type(error).__name__

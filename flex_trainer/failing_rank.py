@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from flex_trainer.errors import EXIT_CODE, UserError, print_mistake
+from flex_trainer.errors import EXIT_CODE, UserError, one_line, print_mistake
 
 GRACE_SECONDS = 3.0
 """How long a rank that is not to blame waits for the launcher to end it."""
@@ -99,12 +99,12 @@ def _end(error: BaseException) -> NoReturn:
         # The launcher may end this process now, or `_look_out`, which knows why.
         time.sleep(GRACE_SECONDS + 2 * _POLL_SECONDS)
         traceback.print_exception(error)
-        _leave(f"{rank_name()} lost another rank: {_one_line(error)}", 1)
+        _leave(f"{rank_name()} lost another rank: {one_line(error)}", 1)
     if isinstance(error, UserError) and os.environ.get("FLEX_TRACEBACK") != "1":
-        print_mistake(_one_line(error))  # first: the store may be gone, which takes long to notice
-        _tell(f"{rank_name()}: {_one_line(error)}")
+        print_mistake(one_line(error))  # first: the store may be gone, which takes long to notice
+        _tell(f"{rank_name()}: {one_line(error)}")
         _leave("", EXIT_CODE)
-    message = f"{rank_name()}: {type(error).__name__}: {_one_line(error)}"
+    message = f"{rank_name()}: {type(error).__name__}: {one_line(error)}"
     traceback.print_exception(error)
     _tell(message)
     _leave(message, 1)
@@ -160,7 +160,3 @@ def _leave(message: str, exit_code: int) -> NoReturn:
 
 def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

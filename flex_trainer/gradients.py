@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from flex_trainer.activations.identity import local_part
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.models.discovery import ModelMap
-from flex_trainer.models.sharding import local_part, sharded_parameters, units_of, whole_bytes
+from flex_trainer.models.sharding import sharded_parameters, units_of, whole_bytes
 
 
 class Gradients:

@@ -34,6 +34,7 @@ from flex_trainer.allocator import (
 from flex_trainer.config import AUTO_LIMIT_SHARE, FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.process_memory import cgroup_limit_bytes, cgroup_used_bytes, process_memory
+from flex_trainer.ranks import num_ranks_here
 from flex_trainer.units import format_bytes
 
 
@@ -123,13 +124,13 @@ class ProcessMeter:
     def auto_bytes(self) -> int:
         """The ranks on this machine share what is free, and each asks at about the same time."""
         in_use = self.in_use_bytes()
-        free = min([psutil.virtual_memory().available, *cgroup_free_bytes()]) // ranks_on_this_machine()
+        free = min([psutil.virtual_memory().available, *cgroup_free_bytes()]) // num_ranks_here()
         return in_use + int(AUTO_LIMIT_SHARE * max(min([free, *self._data_limit_left()]), 0))
 
     def device_bytes(self) -> int:
         """Of several ranks on this machine, each has an equal part."""
         whole = min(limit for limit in (psutil.virtual_memory().total, cgroup_limit_bytes()) if limit is not None)
-        return whole // ranks_on_this_machine()
+        return whole // num_ranks_here()
 
     def in_use_bytes(self) -> int:
         return self._read()[0]
@@ -336,11 +337,6 @@ class _Sampler:
 def _open_statm() -> int | None:
     path = "/proc/self/statm"
     return os.open(path, os.O_RDONLY) if os.path.exists(path) else None
-
-
-def ranks_on_this_machine() -> int:
-    """Processes of this run here, as launchers say; 1 where none does."""
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def cgroup_free_bytes() -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import psutil
@@ -17,6 +16,7 @@ from flex_trainer.config import FlexConfig, in_flight_bound_bytes
 from flex_trainer.cost.roofline import Rates, Roofline
 from flex_trainer.errors import UserError
 from flex_trainer.meter import cgroup_free_bytes
+from flex_trainer.ranks import num_ranks_here
 
 _HOST_SHARE = 0.5
 """Share of the host memory free at the start that the pinned buffers of all processes on this host may take."""
@@ -131,7 +131,7 @@ class OffloadService:
 def _pinned_bound_bytes() -> int:
     """This process's part of what may be pinned. Launchers say how many processes share the host."""
     free_bytes = min([psutil.virtual_memory().available, *cgroup_free_bytes()])
-    return int(_HOST_SHARE * free_bytes) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return int(_HOST_SHARE * free_bytes) // num_ranks_here()
 
 
 def _fit(seconds_for) -> Roofline:

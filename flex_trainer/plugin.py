@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from flex_trainer.clipping import clip_grad_norm_
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
+from flex_trainer.ranks import num_ranks
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.transaction import Restorable, Transaction
 from flex_trainer.undo import replace_attribute
@@ -160,8 +161,7 @@ def _refuse_lone_parameters(model: nn.Module) -> None:
     Raises:
         ValueError: the first of them.
     """
-    distributed = torch.distributed
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if num_ranks() == 1:
         return
     for name, parameter in model.named_parameters():
         is_synchronized = isinstance(parameter, DTensor) or bool(

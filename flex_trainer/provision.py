@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from flex_trainer.config import AUTO_RESERVE_SHARE, FlexConfig, amount_bytes
@@ -40,6 +39,7 @@ from flex_trainer.offloading import OffloadService
 from flex_trainer.plan_cache import PlanCache
 from flex_trainer.planner.budget import BudgetAllocator
 from flex_trainer.planner.plan import Plan, Uniform
+from flex_trainer.ranks import this_rank
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.units import format_bytes
 
@@ -267,7 +267,7 @@ class Provisioner:
     def save_profile(self) -> None:
         """Write the seed profile on the main process, where one is configured and anything was learnt."""
         has_learnt = self._profile.version > 0 or self._profile.margin_bytes != self.margin_bytes
-        if self._config.seed_profile is not None and has_learnt and _is_main_process():
+        if self._config.seed_profile is not None and has_learnt and this_rank() == 0:  # all ranks learn the same
             self.write_profile(Path(self._config.seed_profile))
 
     def write_profile(self, path: Path) -> None:
@@ -330,7 +330,7 @@ class Provisioner:
 
     def _seed_profile(self, resumed: Path | None) -> Profile:
         path = None if self._config.seed_profile is None else Path(self._config.seed_profile)
-        if path is not None and _is_main_process():
+        if path is not None and this_rank() == 0:
             check_writable(path, "the seed profile")  # now rather than when training has ended
         if resumed is not None:
             return self._resumed(resumed)
@@ -373,12 +373,6 @@ class Provisioner:
 def _on_top_bytes(plan: Plan) -> int:
     """What comes on top of what is held when memory is highest: transients and gradients."""
     return plan.peak_bytes - plan.predicted_bytes
-
-
-def _is_main_process() -> bool:
-    """Of several processes that learn the same, one writes."""
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def _fingerprint(model: nn.Module, model_map: ModelMap) -> str:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from flex_trainer.activations.place import OUTSIDE, Place
 from flex_trainer.failed_allocation import is_out_of_memory, let_go, nearest_limit, requested_bytes
 from flex_trainer.provision import BudgetTakenError, MemoryLimitError
+from flex_trainer.ranks import num_ranks
 from flex_trainer.records import StepRetry
 from flex_trainer.runtime import FlexRuntime, Mark
 from flex_trainer.snapshot import ModuleValues, RandomStreams
@@ -104,7 +105,7 @@ class Transaction:
         call = _Call(function, args, kwargs, self._runtime, modules, self._remember)
         self._step.calls.append(call)
         self._is_running = True
-        self._runtime.can_step_back = _num_processes() == 1
+        self._runtime.can_step_back = num_ranks() == 1
         try:
             result = self._run_to_the_end(self._step)
         except BaseException:
@@ -279,9 +280,9 @@ class _Step:
 
     def obstacle(self, parameters: list[nn.Parameter], runtime: FlexRuntime) -> str | None:
         """Why this step cannot be taken back."""
-        if _num_processes() > 1:
+        if num_ranks() > 1:
             return (
-                f"it is one of {_num_processes()} processes, and the others would wait for its gradients. "
+                f"it is one of {num_ranks()} processes, and the others would wait for its gradients. "
                 "Lower memory_limit, so that plans leave more room."
             )
         if not runtime.config.strategies:
@@ -300,11 +301,6 @@ class _Step:
         if any(call.is_changed for call in self.calls):
             return "an input was changed in place. Use the out-of-place form of that operation."
         return None
-
-
-def _num_processes() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _marks(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
@@ -35,6 +36,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is _STRIDED
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
     )
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds this rank's part of a parameter, without a gradient of its own."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 class StorageTable(Generic[T]):

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from flex_trainer.activations.identity import local_part
 from flex_trainer.snapshot import NOT_STATE
 
 _ANY_VERSION = -1
@@ -223,7 +223,7 @@ def _set_trained(parameters: list[nn.Parameter], trained: list[bool]) -> None:
 
 def _facts(module: nn.Module) -> list[tuple[torch.UntypedStorage, int, int]]:
     """For every parameter: its storage (held, so that the address stays its own), the address and the version."""
-    local = [
-        parameter._local_tensor if isinstance(parameter, DTensor) else parameter for parameter in module.parameters()
+    return [
+        (storage := part.untyped_storage(), storage._cdata, part._version)
+        for part in map(local_part, module.parameters())
     ]
-    return [(storage := part.untyped_storage(), storage._cdata, part._version) for part in local]

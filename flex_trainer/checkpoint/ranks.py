@@ -8,16 +8,10 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from flex_trainer.ranks import num_ranks, this_rank
+
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
 """torch.save raises a RuntimeError that names one of these where the system refuses to write."""
-
-
-def is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def rank() -> int:
-    return torch.distributed.get_rank() if is_distributed() else 0
 
 
 def is_first_of_node() -> bool:
@@ -33,12 +27,12 @@ def gather_failures(error: BaseException | None) -> dict[int, tuple[str, bool]]:
             failed on some: then only the rank's own failure counts.
     """
     if isinstance(error, CheckpointException):
-        own = error.failures.get(rank())
+        own = error.failures.get(this_rank())
         error = None if own is None else own[0]
     own_text = None if error is None else (_describe(error), _is_refused_by_system(error))
-    if not is_distributed():
+    if num_ranks() == 1:
         return {} if own_text is None else {0: own_text}
-    texts: list[tuple[str, bool] | None] = [None] * torch.distributed.get_world_size()
+    texts: list[tuple[str, bool] | None] = [None] * num_ranks()
     torch.distributed.all_gather_object(texts, own_text)
     return {number: text for number, text in enumerate(texts) if text is not None}
 

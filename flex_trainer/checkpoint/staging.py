@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from flex_trainer.checkpoint.ranks import gather_failures, is_distributed, is_first_of_node, rank
+from flex_trainer.checkpoint.ranks import gather_failures, is_first_of_node
 from flex_trainer.errors import UserError
+from flex_trainer.ranks import num_ranks, this_rank
 
 _SAVING = "saving-"
 _REPLACED = "replaced-"
@@ -106,12 +107,12 @@ class Staging:
             if is_first_of_node() and self.staged.is_dir():
                 _flush(self.staged)
         with self.together("giving it its name"):
-            if rank() == 0:
+            if this_rank() == 0:
                 self._rename()
-        if is_distributed() and not self._is_shared:
+        if num_ranks() > 1 and not self._is_shared:
             with self.together("giving it its name"):
                 # On nodes with a disk of their own: what their ranks wrote there.
-                if is_first_of_node() and rank() != 0 and self.staged.is_dir():
+                if is_first_of_node() and this_rank() != 0 and self.staged.is_dir():
                     self._rename()
 
     def discard(self) -> None:

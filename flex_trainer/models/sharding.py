@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from flex_trainer.activations.identity import local_part
 from flex_trainer.errors import UserError
 from flex_trainer.experts.dispatch import dispatching_of
 from flex_trainer.models.discovery import ModelMap, Operator
@@ -73,11 +74,6 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[Any, Any]]:
                 info = parameter._module_info
                 found[f"{names[info.module]}.{info.param_name}".removeprefix(".")] = group, parameter
     return found
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds this rank's part of a parameter, without a gradient of its own."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def gathered_shape(parameter: DTensor) -> torch.Size:

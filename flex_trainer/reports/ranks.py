@@ -54,18 +54,17 @@ def gather_ranks(runtime: Runtime) -> list[RankSummary]:
     """The summaries of all ranks, in their order, on every rank. With several processes, all have to call this."""
     import torch
 
-    distributed = torch.distributed
-    has_group = distributed.is_available() and distributed.is_initialized()
+    from flex_trainer.ranks import num_ranks, this_rank
+
     mine = RankSummary(
-        rank=distributed.get_rank() if has_group else 0,
+        rank=this_rank(),
         host=socket.gethostname(),
         summary=summarize(runtime.records, runtime.limit_bytes, runtime.retries),
         imbalance=max((record.imbalance for record in runtime.records), default=1.0),
     )
-    if not has_group:
-        return [mine]
-    ranks = [mine] * distributed.get_world_size()
-    distributed.all_gather_object(ranks, mine)
+    ranks = [mine] * num_ranks()
+    if len(ranks) > 1:
+        torch.distributed.all_gather_object(ranks, mine)
     return ranks
 
 
