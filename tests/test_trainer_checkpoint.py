@@ -55,15 +55,7 @@ def test_trainer_alone_would_lose_the_experts(start: Path, tmp_path: Path) -> No
 
 
 def test_the_best_model_has_its_experts(start: Path, tmp_path: Path) -> None:
-    settings = {
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": True,  # the worst: not the last one, since the loss falls
-        "save_total_limit": 2,
-    }
-    run = jobs.train(start, tmp_path, settings=settings)
+    run = jobs.train(start, tmp_path, settings=jobs.KEEP_THE_WORST)
     assert _differ(run.parameters, _parameters(_load(tmp_path / "checkpoint-3"))) == []
     assert _differ(run.parameters, _parameters(_load(tmp_path / "checkpoint-6"))) != []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]

@@ -18,14 +18,13 @@ from transformers.utils import logging as transformers_logging
 from flex_trainer.activations.scope import Choices
 from flex_trainer.bench.ep_model import FLEX, Layout, load_model
 from flex_trainer.config import FlexConfig
-from flex_trainer.cost.shape import BatchShape
-from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.sharding import gathered_bytes
 from flex_trainer.planner.plan import Uniform
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.fake_meter import BASE_BYTES, with_fake_meter
+from flex_trainer.testing.forced import ForcedRuntime, relative_error, whole
 from flex_trainer.testing.tiny import tiny_batch
 
 UNIFORM = {strategy.value: strategy for strategy in Strategy}
@@ -136,21 +135,6 @@ def _pressing_limit_bytes(model: PreTrainedModel, batch: Mapping[str, Any]) -> i
     return BASE_BYTES + gathered_bytes(model) + above_bytes
 
 
-class ForcedRuntime(FlexRuntime):
-    """A runtime in which the choices are given, not planned, and hold for every storage however small."""
-
-    def __init__(self, choices: Choices) -> None:
-        super().__init__(FlexConfig(_AMPLE_BYTES, ("recompute", "offload", "quantize"), trace=False))
-        self._choices = choices
-
-    def _begin(self, shape: BatchShape) -> MicroBatch:
-        micro_batch = super()._begin(shape)
-        micro_batch.choices, micro_batch.plan = self._choices, None
-        assert micro_batch.scope is not None
-        micro_batch.scope._min_mitigated_bytes = 1
-        return micro_batch
-
-
 class _Mixed:
     """One of the exact strategies for each operator: another one on every rank, the same at every call."""
 
@@ -183,16 +167,12 @@ def _step(
         with runtime.backward():
             loss.backward()
     loss = loss.detach().double()
-    gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         torch.distributed.all_reduce(loss)
         loss /= torch.distributed.get_world_size()  # all ranks have as many tokens
     return loss, gradients
-
-
-def _whole(gradient: torch.Tensor) -> torch.Tensor:
-    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).double()
 
 
 def _error(
@@ -203,16 +183,10 @@ def _error(
 ) -> dict[str, Any]:
     if gradients.keys() != expected.keys():
         raise RuntimeError(f"gradients on one side only: {sorted(gradients.keys() ^ expected.keys())[:4]}")
-    errors = {name: _relative(gradients[name], gradient) for name, gradient in expected.items()}
+    errors = {name: relative_error(gradients[name], gradient) for name, gradient in expected.items()}
     worst = max(errors, key=errors.__getitem__)
     return {
         "loss_error": float((loss - expected_loss).abs() / expected_loss.abs()),
         "gradient_error": errors[worst],
         "worst_parameter": worst,
     }
-
-
-def _relative(gradient: torch.Tensor, expected: torch.Tensor) -> float:
-    """||gradient - expected|| / ||expected||; 0 where both are zero, as for an expert that got no token."""
-    difference, norm = float((gradient - expected).norm()), float(expected.norm())
-    return 0.0 if difference == 0.0 else difference / norm if norm > 0.0 else float("inf")

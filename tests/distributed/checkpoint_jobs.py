@@ -37,6 +37,17 @@ class CheckpointTrainer(CheckpointMixin, Trainer):
     """A Trainer that saves as FlexTrainer does, with nothing else of it."""
 
 
+KEEP_THE_WORST = {
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # the worst: not the last one, since the loss falls
+    "save_total_limit": 2,
+}
+"""Settings of a run that ends with the checkpoint of step 3, and keeps both."""
+
+
 @dataclass
 class Run:
     """What one rank has when a run has ended. Tensors are whole, not this rank's part."""

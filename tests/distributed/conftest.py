@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flex_trainer.testing.ranks import RankPool
+from tests.distributed import checkpoint_jobs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +28,11 @@ def two_ranks() -> Iterator[RankPool]:
 def four_ranks() -> Iterator[RankPool]:
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model to train and to save; nothing is written into its directory."""
+    directory = tmp_path_factory.mktemp("start")
+    checkpoint_jobs.save_tiny(directory)
+    return directory

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flex_trainer import FlexConfig, FlexRuntime
-from flex_trainer.activations.scope import Choices
 from flex_trainer.strategy import Site, Strategy
+from flex_trainer.testing.forced import ForcedRuntime
 from tests.distributed.models import all_ids, gradients_of, mean_over_ranks, my_part, skew, spread_model
 
 STRATEGIES = ("keep", "recompute", "offload", "quantize", "mixed", "differs_by_rank", "replayed_dispatch")
@@ -33,19 +32,6 @@ class Forced:
             name = ("recompute", "offload", "keep")[number % 3]
         strategy = Strategy("recompute" if self.replays_dispatch else name)
         return strategy if site.allows(strategy) else Strategy.KEEP
-
-
-def force(runtime: FlexRuntime, choices: Choices) -> None:
-    """Have every micro-batch of an attached runtime run under these choices."""
-    provisioner: Any = runtime._provisioner
-    begin = provisioner.begin
-
-    def forced(shape: Any) -> Any:
-        micro_batch = begin(shape)
-        micro_batch.choices, micro_batch.plan = choices, None
-        return micro_batch
-
-    provisioner.begin = forced
 
 
 def steps(
@@ -72,9 +58,8 @@ def _step(model: Any, strategy: str | None) -> dict[str, Any]:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
     else:
-        runtime = FlexRuntime(FlexConfig(memory_limit="20GiB", trace=False))
+        runtime = ForcedRuntime(Forced(strategy))
         runtime.attach(model)
-        force(runtime, Forced(strategy))
         loss = model(input_ids=ids, labels=ids).loss
         ledger = runtime._pending[0].ledger
         with runtime.backward():

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import flex_trainer  # noqa: F401  (registers "flex")
 from flex_trainer.models.discovery import find_experts
+from flex_trainer.testing.forced import whole
 from flex_trainer.testing.tiny import tiny_model
 
 SEQUENCES = 8
@@ -52,11 +52,6 @@ def my_part(ids: torch.Tensor) -> torch.Tensor:
     return ids.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be spread over ranks, as a copy."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every gradient, whole; all ranks call this."""
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
@@ -66,11 +61,6 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
     total = loss.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
 def skew(model: nn.Module) -> None:

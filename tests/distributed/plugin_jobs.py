@@ -12,7 +12,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from flex_trainer import FlexConfig, FlexPlugin
-from tests.distributed.models import all_ids, gradients_of, my_part, spread_model, whole
+from flex_trainer.testing.forced import ForcedRuntime, whole
+from tests.distributed.models import all_ids, gradients_of, my_part, spread_model
 
 
 def clipped(path: str, max_norm: float, norm_type: float, **parallel: Any) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def fsdp_plugin_step(path: str, strategies: tuple[str, ...]) -> dict[str, Any]:
     import accelerate
     from transformers import AutoModelForCausalLM
 
-    from tests.distributed.equality_jobs import Forced, force
+    from tests.distributed.equality_jobs import Forced
 
     AcceleratorState._reset_state()
     PartialState._reset_state()
@@ -80,9 +81,9 @@ def fsdp_plugin_step(path: str, strategies: tuple[str, ...]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     prepared, optimizer = accelerator.prepare(model, optimizer)
     for strategy in strategies:
-        plugin = FlexPlugin(FlexConfig(memory_limit="20GiB", trace=False))
+        plugin = FlexPlugin()
+        plugin.runtime = ForcedRuntime(Forced(strategy))
         plugin.attach(accelerator, prepared)
-        force(plugin.runtime, Forced(strategy))
         ids = my_part(all_ids(prepared))
         loss = prepared(input_ids=ids, labels=ids).loss
         freed = plugin.runtime._pending[0].ledger.freed_bytes

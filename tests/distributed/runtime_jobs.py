@@ -14,8 +14,9 @@ from flex_trainer.expert_loads import known_graph
 from flex_trainer.experts.dispatch import dispatching_of
 from flex_trainer.experts.transport import AllToAll
 from flex_trainer.strategy import Strategy
-from tests.distributed.equality_jobs import Forced, force
-from tests.distributed.models import all_ids, gradients_of, my_part, relative_error, skew, spread_model
+from flex_trainer.testing.forced import ForcedRuntime, relative_error
+from tests.distributed.equality_jobs import Forced
+from tests.distributed.models import all_ids, gradients_of, my_part, skew, spread_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
 
 
@@ -79,9 +80,8 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
     _loss(model, 0).backward()
     expected = gradients_of(model)
     model.zero_grad()
-    runtime = FlexRuntime(FlexConfig(memory_limit="20GiB"))
+    runtime = ForcedRuntime(Forced("replayed_dispatch" if wishes[dist.get_rank()] else "keep"))
     runtime.attach(model)
-    force(runtime, Forced("replayed_dispatch" if wishes[dist.get_rank()] else "keep"))
     num_exchanges = 0
     original = AllToAll._start
 
@@ -128,9 +128,8 @@ def two_forwards(path: str, in_one_backward: bool, **parallel: Any) -> float:
     (_loss(model, 0) + _loss(model, 1)).backward()
     expected = gradients_of(model)
     model.zero_grad()
-    runtime = FlexRuntime(FlexConfig(memory_limit="20GiB"))
+    runtime = ForcedRuntime(Forced("recompute"))
     runtime.attach(model)
-    force(runtime, Forced("recompute"))
     losses = [_loss(model, number) for number in (0, 1)]
     with runtime.backward():
         if in_one_backward:

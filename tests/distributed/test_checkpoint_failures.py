@@ -16,13 +16,6 @@ MOST_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("start")
-    jobs.save_tiny(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def whole(two_ranks: RankPool, start: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.Run:
     output = tmp_path_factory.mktemp("whole")
     return two_ranks.run(JOBS + "train", start=start, output=output, sizes=EP2, settings={"save_strategy": "no"})[0]

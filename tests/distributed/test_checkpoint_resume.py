@@ -19,14 +19,6 @@ REPLICATED = {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model to train."""
-    directory = tmp_path_factory.mktemp("start")
-    jobs.save_tiny(directory)
-    return directory
-
-
-@pytest.fixture(scope="session")
 def two_rank_run(two_ranks: RankPool, start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps with FSDP 2 x EP 2 on two ranks, that saved after three and after six."""
     output = tmp_path_factory.mktemp("two_ranks")
@@ -146,37 +138,28 @@ def test_fewer_experts_than_ranks(four_ranks: RankPool, tmp_path: Path) -> None:
 # On other meshes
 
 
+def _assert_loads_on(
+    ranks: RankPool, sizes: dict[str, int], owners: list[int], start: Path, run: Path, output: Path
+) -> None:
+    """What `run` saved last is there on other ranks, expert by expert and moment by moment."""
+    saved = _runs(run)[0]
+    loaded = ranks.run(JOBS + "restore", start=start, checkpoint=run / "checkpoint-6", output=output, sizes=sizes)
+    for one in loaded:
+        _assert_equal(one.parameters, saved.parameters)
+        _assert_equal(one.moments, saved.moments)
+    _assert_experts_on_their_ranks(loaded, saved.parameters, owners=owners)
+
+
 def test_two_ranks_without_ep(two_ranks: RankPool, start: Path, two_rank_run: Path, tmp_path: Path) -> None:
-    saved = _runs(two_rank_run)[0]
-    loaded = two_ranks.run(
-        JOBS + "restore", start=start, checkpoint=two_rank_run / "checkpoint-6", output=tmp_path, sizes=FSDP2
-    )
-    for run in loaded:
-        _assert_equal(run.parameters, saved.parameters)
-        _assert_equal(run.moments, saved.moments)
-    _assert_experts_on_their_ranks(loaded, saved.parameters, owners=[0, 1])
+    _assert_loads_on(two_ranks, FSDP2, [0, 1], start, two_rank_run, tmp_path)
 
 
 def test_four_ranks_to_two(two_ranks: RankPool, start: Path, four_rank_run: Path, tmp_path: Path) -> None:
-    saved = _runs(four_rank_run)[0]
-    loaded = two_ranks.run(
-        JOBS + "restore", start=start, checkpoint=four_rank_run / "checkpoint-6", output=tmp_path, sizes=EP2
-    )
-    for run in loaded:
-        _assert_equal(run.parameters, saved.parameters)
-        _assert_equal(run.moments, saved.moments)
-    _assert_experts_on_their_ranks(loaded, saved.parameters, owners=[0, 1])
+    _assert_loads_on(two_ranks, EP2, [0, 1], start, four_rank_run, tmp_path)
 
 
 def test_two_ranks_to_four(four_ranks: RankPool, start: Path, two_rank_run: Path, tmp_path: Path) -> None:
-    saved = _runs(two_rank_run)[0]
-    loaded = four_ranks.run(
-        JOBS + "restore", start=start, checkpoint=two_rank_run / "checkpoint-6", output=tmp_path, sizes=EP2_OF_4
-    )
-    for run in loaded:
-        _assert_equal(run.parameters, saved.parameters)
-        _assert_equal(run.moments, saved.moments)
-    _assert_experts_on_their_ranks(loaded, saved.parameters, owners=[0, 2, 1, 3])
+    _assert_loads_on(four_ranks, EP2_OF_4, [0, 2, 1, 3], start, two_rank_run, tmp_path)
 
 
 def test_one_process(start: Path, four_rank_run: Path, tmp_path: Path) -> None:
@@ -227,15 +210,7 @@ def test_experts_on_the_wrong_rank_are_found(two_rank_run: Path) -> None:
 
 def test_saving_right_after_an_evaluation(two_ranks: RankPool, start: Path, tmp_path: Path) -> None:
     """An evaluation leaves whole weights in the place of shards; the best model is loaded at the end."""
-    settings = {
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": True,  # the worst: not the last one, since the loss falls
-        "save_total_limit": 2,
-    }
-    runs = two_ranks.run(JOBS + "train", start=start, output=tmp_path, sizes=EP2, settings=settings)
+    runs = two_ranks.run(JOBS + "train", start=start, output=tmp_path, sizes=EP2, settings=jobs.KEEP_THE_WORST)
     best = jobs.load(tmp_path / "checkpoint-3", None)
     for run in runs:
         _assert_equal(run.parameters, {name: p.detach() for name, p in best.named_parameters()})

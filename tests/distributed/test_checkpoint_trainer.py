@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors import safe_open
 
@@ -14,13 +13,6 @@ from tests.distributed import checkpoint_jobs as jobs
 JOBS = "tests.distributed.checkpoint_jobs:"
 EP2 = {"fsdp_size": 2, "ep_size": 2}
 FLEX = {**EP2, "ep_implementation": "flex"}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("start")
-    jobs.save_tiny(directory)
-    return directory
 
 
 def test_arguments_are_the_users_own(two_ranks: RankPool, start: Path, tmp_path: Path) -> None:

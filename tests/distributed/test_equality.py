@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from flex_trainer.testing.forced import relative_error
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed.equality_jobs import STRATEGIES
-from tests.distributed.models import all_ids, gradients_of, relative_error, saved_model, skew, whole_model
+from tests.distributed.models import all_ids, gradients_of, saved_model, skew, whole_model
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
 EXACT = 1e-5

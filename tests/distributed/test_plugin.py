@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from flex_trainer.testing.forced import relative_error
 from flex_trainer.testing.ranks import RankPool
-from tests.distributed.models import all_ids, relative_error, saved_model, whole_model
+from tests.distributed.models import all_ids, saved_model, whole_model
 
 JOBS = "tests.distributed.plugin_jobs"
 

@@ -1,0 +1,41 @@
+"""Steps under given choices, and how far their gradients are from those of others, whole or spread over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flex_trainer.activations.scope import Choices
+from flex_trainer.config import FlexConfig
+from flex_trainer.cost.shape import BatchShape
+from flex_trainer.micro_batch import MicroBatch
+from flex_trainer.runtime import FlexRuntime
+
+_AMPLE_LIMIT = "20GiB"
+
+
+class ForcedRuntime(FlexRuntime):
+    """A runtime in which the choices are given, not planned, and hold for every storage however small."""
+
+    def __init__(self, choices: Choices) -> None:
+        super().__init__(FlexConfig(_AMPLE_LIMIT, ("recompute", "offload", "quantize"), trace=False))
+        self._choices = choices
+
+    def _begin(self, shape: BatchShape) -> MicroBatch:
+        micro_batch = super()._begin(shape)
+        micro_batch.choices, micro_batch.plan = self._choices, None
+        assert micro_batch.scope is not None
+        micro_batch.scope._min_mitigated_bytes = 1
+        return micro_batch
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be spread over ranks, as a copy; then all of them call this."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """||actual - expected|| / ||expected||; 0 where both are zero, as for an expert that got no token."""
+    actual, expected = actual.double(), expected.double()
+    difference, norm = float((actual - expected).norm()), float(expected.norm())
+    return 0.0 if difference == 0.0 else difference / norm if norm > 0.0 else float("inf")
