@@ -17,8 +17,8 @@ from rich.console import Console
 
 from flex_trainer import bench
 from flex_trainer.bench import ep, ep_skew
-from flex_trainer.bench.ep_equality import FAMILIES, LAYOUTS, equality_figures
-from flex_trainer.bench.ep_model import FLEX, NATIVE, SKEW, SPEED, Layout
+from flex_trainer.bench.ep_equality import FAMILIES, MESHES, equality_figures
+from flex_trainer.bench.ep_model import FLEX, NATIVE, SKEW, SPEED, MeshSizes
 from flex_trainer.bench.ep_ranks import RankResult, run_ranks, values_of
 from flex_trainer.bench.network import two_hosts, why_no_hosts
 from flex_trainer.bench.shapes import BenchShape
@@ -149,22 +149,22 @@ def test_skew_is_compared_rank_by_rank() -> None:
 
 
 def test_parts_and_ranks_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ep, "measure_equality", lambda layouts, families, console: {"layouts": layouts})
+    monkeypatch.setattr(ep, "measure_equality", lambda meshes, families, console: {"meshes": meshes})
     monkeypatch.setattr(ep, "measure_skew", lambda shape, num_steps, console: {"steps": num_steps})
     result = bench.run("ep", parts=["equality"], num_ranks=4)
-    assert list(result["figures"]) == ["equality/layouts"]
-    assert {layout.num_ranks for layout in result["figures"]["equality/layouts"]} == {4}
+    assert list(result["figures"]) == ["equality/meshes"]
+    assert {mesh.num_ranks for mesh in result["figures"]["equality/meshes"]} == {4}
     assert bench.run("ep", quick=True, parts=["skew"])["figures"] == {"skew/steps": 2}
     with pytest.raises(ValueError, match="bench ep has no part 'wires'; did you mean 'wire'"):
         bench.run("ep", parts=["wires"])
-    with pytest.raises(ValueError, match=r"no layout on 3 ranks; it has some on \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"no mesh of 3 ranks; it has some of \[2, 4\]"):
         bench.run("ep", num_ranks=3)
     with pytest.raises(ValueError, match="'step' runs as a whole; leave out parts"):
         bench.run("step", parts=["wire"])
 
 
 def test_what_the_requirement_asks_for_is_covered() -> None:
-    assert len(FAMILIES) >= 6 and Layout(2, 2) in LAYOUTS and Layout(4, 4) in LAYOUTS and Layout(2, 4) in LAYOUTS
+    assert len(FAMILIES) >= 6 and MeshSizes(2, 2) in MESHES and MeshSizes(4, 4) in MESHES and MeshSizes(2, 4) in MESHES
     assert list(inspect.signature(ep.measure).parameters) == ["is_quick"]
     assert (SPEED.config["n_routed_experts"], SPEED.config["num_experts_per_tok"]) == (16, 4)
 
@@ -268,7 +268,7 @@ def test_equality_runs(pool: RankPool, tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
     cases = ["plain", "recompute", "differ"]
     job = "flex_trainer.bench.ep_equality_rank:compare"
-    first, second = pool.run(job, path=str(tmp_path), layout=[2, 2, 1], cases=cases)
+    first, second = pool.run(job, path=str(tmp_path), mesh=[2, 2, 1], cases=cases)
     for found in (first, second):
         assert list(found) == cases
         assert all(one["loss_error"] < 1e-6 and one["gradient_error"] < 1e-5 for one in found.values())

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from flex_trainer.activations.layout import Layout
 from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.strategy import WORTHWHILE
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -29,7 +29,9 @@ class QuantizedValue:
         layout: the tensor whose rows get a scale each; None: those of `tensor`.
     """
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, ledger: Ledger, layout: Layout | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, dtype: torch.dtype, ledger: Ledger, layout: StorageLayout | None = None
+    ) -> None:
         rows = _rows(tensor, layout)
         self._original = (tensor.dtype, tensor.untyped_storage().nbytes())
         self._codes, self._scales = quantize_rows(rows, dtype)
@@ -40,7 +42,7 @@ class QuantizedValue:
         ledger.freed("quantize", self._original[1] - self.num_bytes)
 
     @staticmethod
-    def shrinks(tensor: torch.Tensor, layout: Layout | None = None) -> bool:
+    def shrinks(tensor: torch.Tensor, layout: StorageLayout | None = None) -> bool:
         """Whether quantising would make this tensor's storage smaller: it is floating, with rows long enough."""
         num_bytes = tensor.untyped_storage().nbytes()
         num_rows = _layout_of(tensor, layout).num_rows(num_bytes)
@@ -88,7 +90,7 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.float() * scales
 
 
-def _rows(tensor: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, layout: StorageLayout | None = None) -> torch.Tensor:
     """All elements of the tensor's storage as (rows, elements of a row)."""
     num_bytes = tensor.untyped_storage().nbytes()
     num_rows = _layout_of(tensor, layout).num_rows(num_bytes)
@@ -102,6 +104,6 @@ def _all_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((num_elements,), (1,), 0)
 
 
-def _layout_of(tensor: torch.Tensor, layout: Layout | None) -> Layout:
+def _layout_of(tensor: torch.Tensor, layout: StorageLayout | None) -> StorageLayout:
     """The layout that was asked for; a view in another dtype has rows of its own."""
-    return Layout.of(tensor) if layout is None or layout.dtype != tensor.dtype else layout
+    return StorageLayout.of(tensor) if layout is None or layout.dtype != tensor.dtype else layout

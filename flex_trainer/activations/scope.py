@@ -22,7 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from flex_trainer.activations.clock import Clock, HostClock
 from flex_trainer.activations.context import current_scope, scope_is
 from flex_trainer.activations.identity import StorageTable, is_plain, storage_key
-from flex_trainer.activations.layout import Layout
 from flex_trainer.activations.leaves import leaves_of, tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
@@ -30,6 +29,7 @@ from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
 from flex_trainer.activations.quantize import QuantizedValue
 from flex_trainer.activations.region import Region
 from flex_trainer.activations.residency import Residency
+from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
 from flex_trainer.activations.values import (
     Holding,
@@ -394,7 +394,7 @@ class Scope:
 
     def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> _Entry:
         num_bytes = storage.nbytes()
-        self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size(), layout=Layout.of(tensor)))
+        self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size(), layout=StorageLayout.of(tensor)))
         entry = _Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
         return self._table.put(storage, entry)
 

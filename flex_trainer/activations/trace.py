@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flex_trainer.activations.layout import Layout
+from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.strategy import Site
 
 
@@ -21,7 +21,7 @@ class ValueTrace:
     element_bytes: int = 1
     savers: list[int] = field(default_factory=list)
     """Calls whose autograd nodes save it."""
-    layout: Layout | None = None
+    layout: StorageLayout | None = None
     """Of the tensor in which it was first seen."""
     has_infinity: bool = False
     """It was seen to hold infinities, as masks do: it is kept where others are quantised."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flex_trainer.bench.ep_equality import FAMILIES, LAYOUTS, measure_equality
+from flex_trainer.bench.ep_equality import FAMILIES, MESHES, measure_equality
 from flex_trainer.bench.ep_model import FLEX, NATIVE, SKEW, SPEED, write_model
 from flex_trainer.bench.ep_ranks import run_ranks, values_of
 from flex_trainer.bench.ep_skew import NUM_STEPS, measure_skew
@@ -55,22 +55,22 @@ def measure_parts(
 
     Args:
         parts: any of `PARTS`.
-        num_ranks: of equality, the layouts on so many ranks only; the other parts take 2.
+        num_ranks: of equality, the meshes of so many ranks only; the other parts take 2.
 
     Raises:
-        ValueError: an unknown part, or a number of ranks for which there is no layout.
+        ValueError: an unknown part, or a number of ranks for which there is no mesh.
     """
     for part in parts:
         if part not in PARTS:
             raise UserError(f"bench ep has no part {part!r}; {nearest(part, PARTS)}")
-    layouts = [layout for layout in LAYOUTS if num_ranks in (None, layout.num_ranks)]
-    if not layouts:
-        known = sorted({layout.num_ranks for layout in LAYOUTS})
-        raise UserError(f"bench ep has no layout on {num_ranks} ranks; it has some on {known}")
+    meshes = [mesh for mesh in MESHES if num_ranks in (None, mesh.num_ranks)]
+    if not meshes:
+        known = sorted({mesh.num_ranks for mesh in MESHES})
+        raise UserError(f"bench ep has no mesh of {num_ranks} ranks; it has some of {known}")
     console = Console(stderr=True)
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "equality": lambda: measure_equality(
-            layouts[:1] if is_quick else layouts, FAMILIES[:1] if is_quick else FAMILIES, console
+            meshes[:1] if is_quick else meshes, FAMILIES[:1] if is_quick else FAMILIES, console
         ),
         "skew": lambda: measure_skew(_quick(SKEW) if is_quick else SKEW, 2 if is_quick else NUM_STEPS, console),
         "wire": lambda: measure_wire(_quick(SPEED) if is_quick else SPEED, 2 if is_quick else _NUM_ROUNDS, console),

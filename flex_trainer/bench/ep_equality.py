@@ -1,4 +1,4 @@
-"""Loss and gradients on several ranks against one process: tiny models of all families, in all layouts and cases."""
+"""Loss and gradients on several ranks against one process: tiny models of all families, in all meshes and cases."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 
 from flex_trainer.bench.ep_equality_rank import CASES
-from flex_trainer.bench.ep_model import Layout, write_weights
+from flex_trainer.bench.ep_model import MeshSizes, write_weights
 from flex_trainer.testing.ranks import RankPool
 from flex_trainer.testing.tiny import tiny_model
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "gpt_oss", "ernie4_5_moe")
-LAYOUTS = (Layout(2, 2), Layout(4, 4), Layout(2, 4), Layout(2, 2, 2))
+MESHES = (MeshSizes(2, 2), MeshSizes(4, 4), MeshSizes(2, 4), MeshSizes(2, 2, 2))
 """EP 2; EP 4; FSDP 2 x EP 2; EP 2 in two replicas (HSDP)."""
 _JOB = "flex_trainer.bench.ep_equality_rank:compare"
 _KEEPS = ("plain", "keep")
@@ -27,29 +27,29 @@ _Found = Mapping[str, Sequence[Mapping[str, Any]]]
 """By case: what each rank found."""
 
 
-def measure_equality(layouts: Sequence[Layout], families: Sequence[str], console: Console) -> dict[str, Any]:
+def measure_equality(meshes: Sequence[MeshSizes], families: Sequence[str], console: Console) -> dict[str, Any]:
     """Figures of requirement 1. In replicas, the first family alone.
 
     Returns:
-        For each layout and case the largest relative errors over families; those of all, quantize apart; and whether
+        For each mesh and case the largest relative errors over families; those of all, quantize apart; and whether
         every strategy has given memory back where it was asked to.
     """
     found: dict[tuple[str, str], _Found] = {}
     with tempfile.TemporaryDirectory(prefix="flex-bench-") as directory, _without_gpus():
         for family in families:
             write_weights(tiny_model(family), Path(directory) / family)
-        for layout in layouts:
-            with RankPool(layout.num_ranks, _TIMEOUT_S) as ranks:
-                for family in families[:1] if layout.dp_replicate_size > 1 else families:
-                    console.print(f"equality: {layout.title}, {family}, {len(CASES)} cases", highlight=False)
+        for mesh in meshes:
+            with RankPool(mesh.num_ranks, _TIMEOUT_S) as ranks:
+                for family in families[:1] if mesh.dp_replicate_size > 1 else families:
+                    console.print(f"equality: {mesh.title}, {family}, {len(CASES)} cases", highlight=False)
                     path = str(Path(directory) / family)
-                    answers = ranks.run(_JOB, path=path, layout=list(layout), cases=list(CASES))
-                    found[layout.title, family] = {case: [answer[case] for answer in answers] for case in CASES}
+                    answers = ranks.run(_JOB, path=path, mesh=list(mesh), cases=list(CASES))
+                    found[mesh.title, family] = {case: [answer[case] for answer in answers] for case in CASES}
     return equality_figures(found)
 
 
 def equality_figures(found: Mapping[tuple[str, str], _Found]) -> dict[str, Any]:
-    """From what the ranks found, by the title of the layout and the family."""
+    """From what the ranks found, by the title of the mesh and the family."""
     figures: dict[str, Any] = {}
     details: dict[str, Any] = {}
     for (title, family), cases in found.items():

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flex_trainer.activations.scope import Choices
-from flex_trainer.bench.ep_model import FLEX, Layout, load_model
+from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model
 from flex_trainer.config import FlexConfig
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.sharding import gathered_bytes
@@ -45,19 +45,19 @@ _STRATEGIES = ("recompute", "offload")
 _EXACT = (Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD)
 
 
-def compare(*, path: str, layout: Sequence[int], cases: Sequence[str]) -> dict[str, dict[str, Any]]:
+def compare(*, path: str, mesh: Sequence[int], cases: Sequence[str]) -> dict[str, dict[str, Any]]:
     """On a rank: train one step in each of the cases, and compare with one process.
 
     Args:
         path: a directory with a tiny model.
-        layout: the fields of a `Layout`.
+        mesh: the fields of a `MeshSizes`.
 
     Returns:
         By case: `loss_error` and `gradient_error` (relative; of all ranks and parameters the largest),
         `worst_parameter`, and `freed_bytes` of this rank.
     """
     _be_quiet()
-    sizes = Layout(*layout)
+    sizes = MeshSizes(*mesh)
     rank = torch.distributed.get_rank()
     whole = load_model(path)
     batch = {**tiny_batch(whole, _BATCH_SIZE * sizes.num_ranks, _SEQUENCE_LENGTH), "use_cache": False}

@@ -32,7 +32,7 @@ SKEW = replace(REFERENCE, name="skew", config={**REFERENCE.config, "num_hidden_l
 """Per rank: each of the ranks has half of the reference batch."""
 
 
-class Layout(NamedTuple):
+class MeshSizes(NamedTuple):
     """How many ranks share what."""
 
     ep_size: int
@@ -80,11 +80,11 @@ def write_weights(model: PreTrainedModel, path: Path) -> None:
             transformers_logging.enable_progress_bar()
 
 
-def load_model(path: str | Path, layout: Layout | None = None, implementation: str = NATIVE) -> PreTrainedModel:
-    """This rank's share of the model at `path`, or all of it without a layout; in training mode."""
-    if layout is None:
+def load_model(path: str | Path, mesh: MeshSizes | None = None, implementation: str = NATIVE) -> PreTrainedModel:
+    """This rank's share of the model at `path`, or all of it without a mesh; in training mode."""
+    if mesh is None:
         return AutoModelForCausalLM.from_pretrained(path).train()
-    sharding = DistributedConfig(**layout._asdict(), ep_implementation=implementation)
+    sharding = DistributedConfig(**mesh._asdict(), ep_implementation=implementation)
     return AutoModelForCausalLM.from_pretrained(path, distributed_config=sharding).train()
 
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from flex_trainer.bench.ep_model import FLEX, NATIVE, SKEW, Layout, load_model, rank_batch, write_model
+from flex_trainer.bench.ep_model import FLEX, NATIVE, SKEW, MeshSizes, load_model, rank_batch, write_model
 from flex_trainer.bench.ep_ranks import RankResult, join_ranks, run_ranks, values_of
 from flex_trainer.bench.shapes import BenchShape
 from flex_trainer.config import FlexConfig
@@ -117,7 +117,7 @@ def train(
     torch.set_num_threads(1)
     return_freed_memory()
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = load_model(path, Layout(num_ranks, num_ranks), implementation)
+    model = load_model(path, MeshSizes(num_ranks, num_ranks), implementation)
     _warm_up(model, rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     runtime: FlexRuntime | None = None

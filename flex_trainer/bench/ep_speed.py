@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from flex_trainer.bench.ep_model import FLEX, Layout, load_model, rank_batch
+from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model, rank_batch
 from flex_trainer.bench.ep_ranks import join_ranks
 from flex_trainer.bench.ep_wire import CountAllToAll
 from flex_trainer.bench.network import sent_bytes
@@ -72,7 +72,7 @@ def in_turns(
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     rank = torch.distributed.get_rank()
     sides = {
-        name: _side(path, Layout(num_ranks, num_ranks), name, name in managed, num_ranks) for name in implementations
+        name: _side(path, MeshSizes(num_ranks, num_ranks), name, name in managed, num_ranks) for name in implementations
     }
     found: dict[str, dict[str, Any]] = {
         name: {"seconds": [], "cpu_seconds": [], "link_bytes": [], "losses": [], "dispatch_bytes": 0} for name in sides
@@ -102,8 +102,8 @@ def in_turns(
     return found
 
 
-def _side(path: str, layout: Layout, implementation: str, is_managed: bool, num_ranks: int) -> _Side:
-    model = load_model(path, layout, implementation)
+def _side(path: str, mesh: MeshSizes, implementation: str, is_managed: bool, num_ranks: int) -> _Side:
+    model = load_model(path, mesh, implementation)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if not is_managed:
         return _Side(model, optimizer, nullcontext)

@@ -24,7 +24,7 @@ def bench(
         typer.Option("--part", help="Of ep: equality, skew, wire or loopback; may be repeated. All when left out."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Of ep's equality: only layouts on so many ranks (2 or 4).")
+        int | None, typer.Option("--ranks", help="Of ep's equality: only meshes of so many ranks (2 or 4).")
     ] = None,
 ) -> None:
     """Measure, and compare with the stated bounds. A missed bound is reported; the exit code stays 0."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from flex_trainer.activations.context import current_scope
 from flex_trainer.cost.expected import exchange_block
 from flex_trainer.experts.layout import Layout, Wish
 from flex_trainer.experts.operators import Run
+from flex_trainer.models.experts import run_in_scope
 from flex_trainer.models.routing import Routing, RoutingListener
 from flex_trainer.strategy import Site
 
@@ -51,8 +51,4 @@ class ManagedOperators:
     def begin(self, layout: Layout) -> Run:
         if current_scope() is not None:
             self._listener.on_routed(self._experts, Routing.arrived(layout))
-        return self._run
-
-    def _run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        scope = current_scope()
-        return function(*args) if scope is None else scope.run(self._sites[name], function, *args)
+        return functools.partial(run_in_scope, self._sites)

@@ -2,11 +2,11 @@
 
 Between the router and the sum over experts lie five operators, each with a strategy of its own:
 
-    dispatch     rows sorted by expert:            (N, D) -> (S, D), S = N x top-k
+    permute      rows sorted by expert:            (N, D) -> (S, D), S = N x top-k
     up           grouped product with gate and up: (S, D) -> (S, 2I)
     activation   act(gate) * up:                   (S, 2I) -> (S, I)      the cheap one: recompute frees 2-3 tensors
     down         grouped product:                  (S, I) -> (S, D)
-    combine      weight, restore order, sum:       (S, D) -> (N, D)
+    unpermute    weight, restore order, sum:       (S, D) -> (N, D)
 
 The arithmetic and its order are those of transformers' `grouped_mm`, so that losses and gradients are equal bit for
 bit; the sort and the counts are routing data, computed once and kept.
@@ -14,41 +14,32 @@ bit; the sort and the counts are routing data, computed once and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
+from flex_trainer.activations.context import current_scope
 from flex_trainer.experts.grouped import GroupedProducts
+from flex_trainer.experts.operators import Run
 from flex_trainer.strategy import Site
 
-
-class Run(Protocol):
-    """How an operator is run: plainly, or by the scope of a micro-batch."""
-
-    def __call__(self, site: Site, function: Callable[..., Any], *args: Any) -> Any: ...
+PARTS = ("permute", "up", "activation", "down", "unpermute")
 
 
-@dataclass(frozen=True)
-class ExpertSites:
-    """The operators inside one experts block."""
+def part_sites(block: Site) -> dict[str, Site]:
+    """The operators inside one experts block, by name."""
+    return {part: Site(f"{block.name}.{part}", f"expert_{part}", block.layer) for part in PARTS}
 
-    dispatch: Site
-    up: Site
-    activation: Site
-    down: Site
-    combine: Site
 
-    @classmethod
-    def of(cls, block: Site) -> ExpertSites:
-        parts = ("dispatch", "up", "activation", "down", "combine")
-        return cls(*(Site(f"{block.name}.{part}", f"expert_{part}", block.layer) for part in parts))
+def run_in_scope(sites: Mapping[str, Site], name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Run an operator in the scope of the micro-batch that is in forward; plainly where there is none."""
+    scope = current_scope()
+    return function(*args) if scope is None else scope.run(sites[name], function, *args)
 
 
 def split_experts_forward(
     experts: Any,  # a module of a class that use_experts_implementation decorates
-    sites: ExpertSites,
     run: Run,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -72,7 +63,7 @@ def split_experts_forward(
 
     # Step 2: the operators.
     # Routing data are handed to them as arguments, so that the engine knows who made it and keeps it once.
-    def dispatch(hidden_states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def permute(hidden_states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         rows = hidden_states[order // num_top_k]
         return rows if foreign is None else rows.masked_fill(foreign, 0.0)
 
@@ -84,14 +75,14 @@ def split_experts_forward(
         rows = products.project_down(rows, offsets, expert_ids)
         return products.norm(rows if foreign is None else rows.masked_fill(foreign, 0.0))
 
-    def combine(rows: torch.Tensor, row_weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def unpermute(rows: torch.Tensor, row_weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         weighted = rows * row_weights.unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.size(0), device=order.device)
         return weighted[inverse].view(-1, num_top_k, weighted.size(-1)).sum(dim=1).to(dtype)
 
-    rows = run(sites.dispatch, dispatch, hidden_states, order)
-    rows = run(sites.up, up, rows, offsets, expert_ids)
-    rows = run(sites.activation, products.activation, rows)
-    rows = run(sites.down, down, rows, offsets, expert_ids)
-    return run(sites.combine, combine, rows, row_weights, order)
+    rows = run("permute", permute, hidden_states, order)
+    rows = run("up", up, rows, offsets, expert_ids)
+    rows = run("activation", products.activation, rows)
+    rows = run("down", down, rows, offsets, expert_ids)
+    return run("unpermute", unpermute, rows, row_weights, order)

@@ -25,7 +25,7 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.experts.dispatch import dispatching_of
 from flex_trainer.models.discovery import ModelMap, Operator
 from flex_trainer.models.expert_parallel import ManagedOperators
-from flex_trainer.models.experts import ExpertSites, split_experts_forward
+from flex_trainer.models.experts import part_sites, run_in_scope, split_experts_forward
 from flex_trainer.models.routing import NoListener, Routing, RoutingListener
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
@@ -63,7 +63,7 @@ class Instrumentation:
             if operator.site.kind == "attention"
         }
         expert_sites = {
-            operator.module: ExpertSites.of(operator.site)
+            operator.module: part_sites(operator.site)
             for operator in model_map.experts
             if dispatching_of(operator.module) is None
         }
@@ -76,7 +76,7 @@ class Instrumentation:
 
     def _experts_forward(self, operator: Operator, listener: RoutingListener) -> Callable[..., Callable[..., Any]]:
         site, module = operator.site, operator.module
-        module_site, sites = _ModuleSite(operator), ExpertSites.of(site)
+        module_site, sites = _ModuleSite(operator), part_sites(site)
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -183,11 +183,11 @@ class _Registries:
 
     def __init__(self) -> None:
         self._attention: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
-        self._experts: weakref.WeakKeyDictionary[nn.Module, ExpertSites] = weakref.WeakKeyDictionary()
+        self._experts: weakref.WeakKeyDictionary[nn.Module, dict[str, Site]] = weakref.WeakKeyDictionary()
         self._num_models = 0
         self._undo: list[Callable[[], None]] = []
 
-    def add(self, attention: dict[nn.Module, Site], experts: dict[nn.Module, ExpertSites]) -> Callable[[], None]:
+    def add(self, attention: dict[nn.Module, Site], experts: dict[nn.Module, dict[str, Site]]) -> Callable[[], None]:
         self._attention.update(attention)
         self._experts.update(experts)
         self._num_models += 1
@@ -211,7 +211,7 @@ class _Registries:
         return remove
 
     def run_split(
-        self, module: nn.Module, sites: ExpertSites, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, module: nn.Module, sites: dict[str, Site], function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Run the experts' own forward with its product cut into operators, also when the model is attached no more."""
         if module in self._experts:
@@ -247,15 +247,9 @@ class _Registries:
             if sites is None:
                 return function(module, *args, **kwargs)
             # Also without a scope: a replay has to take the very steps of the first run.
-            scope = current_scope()
-            run = _run_plainly if scope is None else scope.run
-            return split_experts_forward(module, sites, run, *args, **kwargs)
+            return split_experts_forward(module, functools.partial(run_in_scope, sites), *args, **kwargs)
 
         return experts
-
-
-def _run_plainly(site: Site, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 _REGISTRIES = _Registries()

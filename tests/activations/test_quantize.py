@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flex_trainer.activations.layout import Layout
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.quantize import QuantizedValue, dequantize_rows, quantize_rows
 from flex_trainer.activations.scope import Scope
+from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.steps import ByFunction
 
@@ -85,11 +85,18 @@ def test_rows_are_those_of_the_tensor_that_was_seen_first():
     packed = torch.cat([torch.full((3, 8), 1e-3), torch.full((3, 8), 1e3)], dim=1)
     part = packed[:, :8].view(3, 2, 4)
     assert QuantizedValue(part, torch.int8, Ledger()).num_bytes == 48 + 4 * 12
-    assert QuantizedValue(part, torch.int8, Ledger(), Layout.of(packed)).num_bytes == 48 + 4 * 3
+    assert QuantizedValue(part, torch.int8, Ledger(), StorageLayout.of(packed)).num_bytes == 48 + 4 * 3
     # Another type of the same bytes has rows of its own.
-    assert QuantizedValue(packed.view(torch.float16), torch.int8, Ledger(), Layout.of(packed)).num_bytes == 96 + 4 * 3
-    assert Layout.of(torch.ones(5, 1)).num_rows(20) == 5
-    assert Layout.of(torch.ones(5, 4, dtype=torch.int32)).num_rows(80) == Layout.of(torch.ones(0, 4)).num_rows(0) == 0
+    assert (
+        QuantizedValue(packed.view(torch.float16), torch.int8, Ledger(), StorageLayout.of(packed)).num_bytes
+        == 96 + 4 * 3
+    )
+    assert StorageLayout.of(torch.ones(5, 1)).num_rows(20) == 5
+    assert (
+        StorageLayout.of(torch.ones(5, 4, dtype=torch.int32)).num_rows(80)
+        == StorageLayout.of(torch.ones(0, 4)).num_rows(0)
+        == 0
+    )
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flex_trainer.activations.layout import Layout
+from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace, Work
 from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.profile import Profile
@@ -80,7 +80,7 @@ def with_rows(b: int, s: int, *, is_symbolic: bool, has_mask: bool) -> Trace:
     for call in made.calls:
         call.work = Work() if is_symbolic else None
     for value in made.values:
-        value.layout = Layout((value.num_bytes // 32, 8), (8, 1), torch.float32)
+        value.layout = StorageLayout((value.num_bytes // 32, 8), (8, 1), torch.float32)
     made.values[2].has_infinity = has_mask
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.build import build_model, build_tokenizer, check_recipe, training_arguments
 from flex_trainer.callbacks.values import FlexLog, flex_logs, reduce_over_ranks
 from flex_trainer.compat import grouped_linear
+from flex_trainer.experts.operators import run_plainly
 from flex_trainer.launch import accelerate_settings
 from flex_trainer.meter import CudaMeter, ProcessMeter
 from flex_trainer.models.discovery import find_experts
-from flex_trainer.models.experts import ExpertSites, split_experts_forward
+from flex_trainer.models.experts import part_sites, run_in_scope, split_experts_forward
 from flex_trainer.process_memory import return_freed_memory
 from flex_trainer.recipe import Recipe, load_recipe
 from flex_trainer.recipe_yaml import RecipeError
@@ -27,7 +29,7 @@ from flex_trainer.testing.steps import ByFunction
 from flex_trainer.testing.tiny import tiny_model
 from tests.fake_cuda import FakeCuda
 
-SITES = ExpertSites.of(Site("experts", "experts", 0, is_block=True))
+SITES = part_sites(Site("experts", "experts", 0, is_block=True))
 MIB = 2**20
 CUDA = torch.device("cuda", 1)
 
@@ -68,10 +70,12 @@ def test_rows_of_other_ranks_are_masked_before_any_sum_or_scale(
         )
         monkeypatch.setattr("flex_trainer.experts.grouped.grouped_linear", with_garbage if garbage else grouped_linear)
         if strategy is None or not garbage:
-            output = split_experts_forward(experts, SITES, _plainly, inputs[0], index, inputs[1])
+            output = split_experts_forward(experts, run_plainly, inputs[0], index, inputs[1])
         else:
             with scope.open():
-                output = split_experts_forward(experts, SITES, scope.run, inputs[0], index, inputs[1])
+                output = split_experts_forward(
+                    experts, functools.partial(run_in_scope, SITES), inputs[0], index, inputs[1]
+                )
         (output * output.detach().cos()).sum().backward()
         gradients = [tensor.grad for tensor in (*inputs, *experts.parameters()) if tensor.grad is not None]
         return [output.detach(), *gradients], scope.ledger
@@ -87,10 +91,6 @@ def test_rows_of_other_ranks_are_masked_before_any_sum_or_scale(
             assert torch.equal(got, wanted)
     if strategy is Strategy.QUANTIZE:
         assert ledger.freed_bytes["quantize"] > 0  # masked rows are zeros, so the others can be quantised
-
-
-def _plainly(site: Site, function: Any, *args: Any) -> Any:
-    return function(*args)
 
 
 def _store() -> Any:

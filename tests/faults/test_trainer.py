@@ -465,7 +465,7 @@ def test_fused_experts_are_found_in_every_family() -> None:
             loss.backward()
             return [loss]
 
-        kinds = ("expert_dispatch", "expert_up", "expert_activation", "expert_down", "expert_combine")
+        kinds = ("expert_permute", "expert_up", "expert_activation", "expert_down", "expert_unpermute")
         with instrumented(model):
             for kind in kinds:
                 got = outcome(model, body, lambda site, k=kind: Strategy.RECOMPUTE if site.kind == k else Strategy.KEEP)

@@ -29,11 +29,11 @@ KINDS = (
     "mlp",
     "shared_experts",
     "experts",
-    "expert_dispatch",
+    "expert_permute",
     "expert_up",
     "expert_activation",
     "expert_down",
-    "expert_combine",
+    "expert_unpermute",
     "lm_head",
     "loss",
 )

@@ -9,16 +9,10 @@ import pytest
 import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
 
+from flex_trainer.experts.operators import run_plainly
 from flex_trainer.models.discovery import find_experts
-from flex_trainer.models.experts import ExpertSites, split_experts_forward
-from flex_trainer.strategy import Site
+from flex_trainer.models.experts import split_experts_forward
 from flex_trainer.testing.tiny import tiny_model
-
-SITES = ExpertSites.of(Site("experts", "experts", 0, is_block=True))
-
-
-def run_plainly(site: Site, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def both(experts: Any, num_tokens: int, top_k_index: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -30,7 +24,7 @@ def both(experts: Any, num_tokens: int, top_k_index: torch.Tensor) -> list[list[
     results = []
     for function in (
         grouped_mm_experts_forward,
-        lambda experts, *args: split_experts_forward(experts, SITES, run_plainly, *args),
+        lambda experts, *args: split_experts_forward(experts, run_plainly, *args),
     ):
         experts.zero_grad(set_to_none=True)
         inputs = [hidden.clone().requires_grad_(), weights.clone().requires_grad_()]
@@ -64,14 +58,14 @@ def test_operators_run_in_order_and_hold_no_input():
     ran: list[str] = []
     functions: list[Callable[..., Any]] = []
 
-    def run(site: Site, function: Callable[..., Any], *args: Any) -> Any:
-        ran.append(site.kind)
+    def run(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        ran.append(name)
         functions.append(function)
         return function(*args)
 
     hidden = torch.randn(4, 32)
-    split_experts_forward(experts, SITES, run, hidden, torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
-    assert ran == ["expert_dispatch", "expert_up", "expert_activation", "expert_down", "expert_combine"]
+    split_experts_forward(experts, run, hidden, torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
+    assert ran == ["permute", "up", "activation", "down", "unpermute"]
 
     def reached(function: Callable[..., Any]) -> list[Any]:
         inside = [cell.cell_contents for cell in function.__closure__ or ()]

@@ -14,7 +14,7 @@ import torch
 _QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Layout(NamedTuple):
+class StorageLayout(NamedTuple):
     """How a tensor lies in its storage, in elements."""
 
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
+    def of(cls, tensor: torch.Tensor) -> StorageLayout:
         """That of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
