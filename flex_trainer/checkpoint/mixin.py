@@ -22,10 +22,17 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from flex_trainer.checkpoint.groups import SavedGroups
-from flex_trainer.checkpoint.sharded import gather_whole, load_model, load_optimizer, parameter_names, save_sharded
+from flex_trainer.checkpoint.sharded import (
+    gather_whole,
+    load_model,
+    load_optimizer,
+    optimizer_tensors,
+    parameter_names,
+    save_sharded,
+)
 from flex_trainer.checkpoint.staging import CheckpointError, Staging, last_checkpoint, recover, refuse_incomplete
 from flex_trainer.checkpoint.weights import load_weights, must_be_converted
 from flex_trainer.errors import UserError
@@ -60,6 +67,22 @@ class CheckpointMixin(_TrainerBase):
             # What comes next in Trainer's constructor refuses to go on, since it could not resume; we can.
             self._asked_for_model_only = self.args.save_only_model
             self.args.save_only_model = True
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        is_saved = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
+        if self.is_distributed_loading_by_transformers and is_saved:
+            self._check_after_first_step(self._inner_optimizer())
+        return optimizer
+
+    def _check_after_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer whose state cannot be saved is refused as soon as it has one, not at the first checkpoint."""
+
+        def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            hook.remove()
+            optimizer_tensors(self._whole_model(), optimizer)
+
+        hook = optimizer.register_step_post_hook(check)
 
     def _save_own_state(self, directory: Path) -> None:
         """For subclasses: write what else this rank must remember into the checkpoint, without waiting for others."""

@@ -42,7 +42,19 @@ def save_sharded(directory: Path, model: nn.Module, optimizer: torch.optim.Optim
         ValueError: an optimizer whose state is neither of one element nor of its parameter's shape.
     """
     tensors = {f"{_MODEL}{name}": tensor for name, tensor in _model_tensors(model).items()}
+    tensors |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
+    with torch.no_grad():
+        save({name: as_blocks(tensor) for name, tensor in tensors.items()}, checkpoint_id=directory)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """An optimizer's state, by the name of the parameter and the key.
+
+    Raises:
+        ValueError: state that is neither of one element nor of its parameter's shape.
+    """
     names = parameter_names(model)
+    tensors: dict[str, torch.Tensor] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or (value.numel() != 1 and value.shape != parameter.shape):
@@ -51,9 +63,8 @@ def save_sharded(directory: Path, model: nn.Module, optimizer: torch.optim.Optim
                     "the parameter's, which cannot be spread over ranks when it is loaded. Use an optimizer such as "
                     "adamw_torch, or set save_only_model=True to save the model without it."
                 )
-            tensors[f"{_OPTIMIZER}{names[parameter]}/{key}"] = value
-    with torch.no_grad():
-        save({name: as_blocks(tensor) for name, tensor in tensors.items()}, checkpoint_id=directory)
+            tensors[f"{names[parameter]}/{key}"] = value
+    return tensors
 
 
 def load_model(directory: Path, model: nn.Module) -> None:

@@ -292,6 +292,28 @@ def load_into_another_model(start: Path, checkpoint: Path, output: Path, sizes: 
     raise AssertionError("loaded")
 
 
+class FactoredSGD(torch.optim.SGD):
+    """Keeps of each matrix a number for each row."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rows"] = torch.zeros(parameter.shape[:1])
+        return super().step(*args, **kwargs)
+
+
+def train_with_a_factored_optimizer(
+    start: Path, output: Path, sizes: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[str, int]:
+    """The error, if there is one, and after how many finished steps."""
+    trainer = make_trainer(load(start, sizes), output, **settings)
+    trainer.optimizer = FactoredSGD(trainer.model.parameters(), lr=0.01)  # pyright: ignore[reportOptionalMemberAccess]
+    try:
+        trainer.train()
+    except UserError as error:
+        return str(error), trainer.state.global_step
+    return "", trainer.state.global_step
+
+
 # Shards in several blocks
 
 

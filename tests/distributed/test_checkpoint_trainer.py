@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 
@@ -53,6 +55,22 @@ def test_the_model_alone(two_ranks: RankPool, start: Path, tmp_path: Path) -> No
         for name, parameter in other.parameters.items():
             assert torch.equal(run.parameters[name], parameter), name
         assert run.moments == {}
+
+
+@pytest.mark.parametrize("setting", [{}, {"save_only_model": True}, {"save_strategy": "no"}])
+def test_an_optimizer_that_cannot_be_saved_is_refused_in_the_first_step(
+    two_ranks: RankPool, start: Path, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    """And not at the first checkpoint, when there is something to lose; where it is not to be saved, it trains."""
+    found = two_ranks.run(
+        JOBS + "train_with_a_factored_optimizer", start=start, output=tmp_path, sizes=EP2, settings=setting
+    )
+    for message, num_steps in found:
+        if setting:
+            assert (message, num_steps) == ("", 6)
+        else:
+            assert "FactoredSGD keeps 'rows' of parameter" in message and "save_only_model=True" in message
+            assert num_steps == 0
 
 
 def test_optimizer_state_of_an_unsharded_run_is_refused(two_ranks: RankPool, start: Path, tmp_path: Path) -> None:
