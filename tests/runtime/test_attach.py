@@ -76,8 +76,8 @@ def test_only_the_main_process_writes_the_profile(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "profile.json"
-    for is_main in (False, True):
-        monkeypatch.setattr("flex_trainer.provision._is_main_process", lambda is_main=is_main: is_main)
+    for rank, is_main in ((1, False), (0, True)):
+        monkeypatch.setattr("flex_trainer.provision.this_rank", lambda rank=rank: rank)
         runtime = attached(model, FlexConfig(LIMIT_BYTES, seed_profile=str(path)))
         step(runtime, model)
         runtime.detach()
