@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from flex_trainer.cost.expected import EXPECTED, Expected, exchange_block, without_agreement
 from flex_trainer.cost.graph import ActivationGraph
-from flex_trainer.cost.load import Load
+from flex_trainer.cost.load import Load, few_of
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.routing import Routing
 from flex_trainer.strategy import Site, Strategy
@@ -76,10 +76,11 @@ def take_in(micro_batch: MicroBatch, experts: Site, routing: Routing, planned_pa
     return is_over or is_refused
 
 
-def known_graph(micro_batch: MicroBatch, graph: ActivationGraph, layer: int) -> ActivationGraph:
-    """The graph of a micro-batch whose routers have spoken up to `layer`. `graph`: at an even load."""
+def known_graph(micro_batch: MicroBatch, graph: ActivationGraph, layer: int | None = None) -> ActivationGraph:
+    """The graph of a micro-batch whose routers have spoken up to `layer`, or all of them. `graph`: at an even load."""
     if not micro_batch.loads:
         return graph.with_loads(micro_batch.heavier)
-    still_expected = {other for other in micro_batch.expected.agreed_layers if other > layer}
-    graph = graph.with_loads(micro_batch.loads, micro_batch.expected.load)
+    expected = micro_batch.expected
+    still_expected = {other for other in expected.agreed_layers if layer is not None and other > layer}
+    graph = graph.with_loads(few_of(micro_batch.loads), expected.load)
     return without_agreement(graph, micro_batch.agreed_layers | still_expected)

@@ -68,6 +68,12 @@ class MicroBatch:
             return Strategy.RECOMPUTE if site.layer in self.agreed_layers else Strategy.KEEP
         return self.choices.strategy(site)
 
+    def ran(self) -> dict[str, Strategy]:
+        """The strategies of the operators that have run forward, by site name."""
+        assert self.scope is not None, "until backward has ended"
+        ran = {call.site: self.strategy(call.site) for call in self.scope.calls}
+        return {site.name: strategy if site.allows(strategy) else Strategy.KEEP for site, strategy in ran.items()}
+
     def note_routing(self, site: Site, routing: Routing) -> None:
         """Count the tokens of each expert, on the device."""
         self.routed_rows[site.name] = routing.num_pairs

@@ -91,12 +91,9 @@ class PlanCache:
         method = self._method_choice.method
         return self._make(self._planner(graph, method), method, available_bytes, gradients, ran)
 
-    def uniform(
-        self, shape: BatchShape, everywhere: Strategy, gradients: GradientBytes, expected: Expected = EXPECTED
-    ) -> Plan:
-        """What one strategy for everything costs at a shape."""
-        graph = expected.graph(self._profile.graph(shape))
-        return self._planner(graph, self._method_choice.method).uniform(everywhere, gradients)
+    def weighed(self, graph: ActivationGraph, strategies: Mapping[str, Strategy], gradients: GradientBytes) -> Plan:
+        """What strategies (by site name) come to in a micro-batch that has run under them."""
+        return self._planner(graph, self._method_choice.method).weighed(strategies, gradients)
 
     def _planner(self, graph: ActivationGraph, method: str) -> MitigationPlanner:
         return MitigationPlanner(

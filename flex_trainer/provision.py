@@ -189,7 +189,7 @@ class Provisioner:
         excess_bytes = held_bytes - plan.held_until(site.layer)
         has_other_load = take_in(micro_batch, site, routing, planned_rows)
         if has_other_load or excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes:
-            ran = {call.site.name: micro_batch.strategy(call.site) for call in micro_batch.scope.calls}
+            ran = micro_batch.ran()
             if routing.is_replay_agreed:
                 ran[exchange_block(site).name] = Strategy.RECOMPUTE
             graph = known_graph(micro_batch, self._profile.graph(micro_batch.shape), site.layer)
@@ -207,8 +207,16 @@ class Provisioner:
         if micro_batch.plan is not None:
             self._plans.note_run(micro_batch.plan)
 
+    def settle(self, micro_batch: MicroBatch) -> None:
+        """All routers have spoken and backward has ended: what the plan comes to with the rows that have arrived, where
+        that is not what was expected of them."""
+        if micro_batch.plan is not None and micro_batch.loads:
+            started = time.perf_counter()
+            micro_batch.plan = self._as_it_ran(micro_batch)
+            micro_batch.plan_seconds += time.perf_counter() - started
+
     def learn(self, micro_batch: MicroBatch, peak_bytes: int, is_peak_exact: bool) -> None:
-        """Backward has ended: learn sizes, times, and how far off the predicted peak was.
+        """After `settle`: learn sizes, times, and how far off the predicted peak was.
 
         A first micro-batch that was over the limit and survived is no error: with its sizes known, `begin` refuses the
         next one if no plan can help.
@@ -224,15 +232,15 @@ class Provisioner:
         if micro_batch.is_covered:
             return  # the peak has other micro-batches in it
         above_bytes = peak_bytes - micro_batch.baseline_bytes - self._gathered_bytes
-        plan = micro_batch.plan
-        if plan is None:
-            # Now that sizes are known, see what the model would have said of the run that has just been measured.
-            plan = self._plans.uniform(
-                micro_batch.shape, self._most_effective(), micro_batch.gradients, self._loads.expected
-            )
+        # With sizes known by now, see what the model would have said of a run that was there to measure them.
+        plan = micro_batch.plan or self._as_it_ran(micro_batch)
         # More held than predicted (values that were not finite are not quantised, say) is no transient.
         excess_bytes = max(micro_batch.actual_bytes - plan.predicted_bytes, 0)
         self._correction.observe(plan, above_bytes - excess_bytes, is_peak_exact, micro_batch.available_bytes)
+
+    def _as_it_ran(self, micro_batch: MicroBatch) -> Plan:
+        graph = known_graph(micro_batch, self._profile.graph(micro_batch.shape))
+        return self._plans.weighed(graph, micro_batch.ran(), micro_batch.gradients)
 
     def forget(self, micro_batch: MicroBatch) -> None:
         """The micro-batch had no backward and its values are gone."""

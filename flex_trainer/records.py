@@ -22,7 +22,8 @@ class MicroBatchRecord:
     budget_bytes: int
     """Activation bytes the plan was allowed to hold (Algorithm 1)."""
     predicted_bytes: int
-    """Activation bytes the plan was predicted to hold at the end of forward."""
+    """Activation bytes the plan was predicted to hold at the end of forward. Where experts are on several ranks: with
+    the rows that arrived, known from their counts."""
     actual_bytes: int
     """Activation bytes really held at the end of forward."""
     freed_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class MicroBatchRecord:
     baseline_bytes: int = 0
     """Memory in use before forward (weights, gradients, optimizer, everything else)."""
     predicted_peak_bytes: int = 0
-    """Predicted peak of memory in use over forward and backward."""
+    """Predicted peak of memory in use over forward and backward, of the same."""
     peak_bytes: int = 0
     """Measured peak of memory in use over forward and backward (process on CPU, allocated on CUDA)."""
     step_ms: float = 0.0

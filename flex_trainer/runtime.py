@@ -354,6 +354,7 @@ class FlexRuntime:
             self._end_window()
         self._let_units_go()
         for micro_batch in done:
+            self._provisioner.settle(micro_batch)
             self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
             self._provisioner.learn(micro_batch, peak_bytes, is_exact)
             self._warn_of_no_effect(micro_batch)

@@ -6,13 +6,15 @@ they would be under an even load, and scaled to the load that is expected, or kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from flex_trainer.activations.trace import Trace
 
 _STEPS = 8
+_COARSE_STEPS = 4
+_MAX_DIFFERENT = 8
 _BY_ROWS = frozenset({"ep_block", "ep_dispatch", "experts", "expert_unpermute"})
 
 
@@ -53,6 +55,30 @@ def follows(kind: str) -> Literal["pairs", "rows"] | None:
     if kind in _BY_ROWS:
         return "rows"
     return "pairs" if kind.startswith("expert") else None
+
+
+def few_of(loads: Mapping[int, Load]) -> dict[int, Load]:
+    """Loads of layers that are nearly alike made the same, since layers of one load are planned as one: their sum is
+    what it was, and the most crowded layer has its own. Few different ones stay as they are.
+
+    Args:
+        loads: by layer.
+    """
+    if len(set(loads.values())) <= _MAX_DIFFERENT:
+        return dict(loads)
+    most = max(loads, key=lambda layer: loads[layer].pairs)
+    groups: dict[object, list[int]] = {}
+    for layer, load in loads.items():
+        group = "most" if layer == most else round(load.pairs * _COARSE_STEPS)
+        groups.setdefault(group, []).append(layer)
+    few: dict[int, Load] = {}
+    for layers in groups.values():
+        few.update(dict.fromkeys(layers, _mean([loads[layer] for layer in layers])))
+    return few
+
+
+def _mean(loads: Sequence[Load]) -> Load:
+    return Load(sum(load.pairs for load in loads) / len(loads), sum(load.rows for load in loads) / len(loads))
 
 
 def at_even_load(trace: Trace, loads: Mapping[int, Load]) -> Trace | None:

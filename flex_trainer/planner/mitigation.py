@@ -84,11 +84,18 @@ class MitigationPlanner:
         return best.plan(tables, available_bytes, costs.timeline(kept, gradients).peak())
 
     def uniform(self, everywhere: Strategy, gradients: GradientBytes | None = None) -> Plan:
-        """What one strategy for everything costs: the plan of a micro-batch that is run to measure."""
+        """What one strategy for everything costs."""
+        choices = [uniform_choice(segment, everywhere) for segment in self._graph.segments]
+        return self._weighed(choices, gradients)
+
+    def weighed(self, strategies: Mapping[str, Strategy], gradients: GradientBytes | None = None) -> Plan:
+        """What given strategies cost, by site name (absent: keep): the plan of a micro-batch that has run."""
+        return self._weighed([choice_of(segment, strategies) for segment in self._graph.segments], gradients)
+
+    def _weighed(self, choices: Sequence[Choice], gradients: GradientBytes | None) -> Plan:
         tables = self._tables_for(gradients)
-        segments = tables.costs.segments
-        weighed = _Weighed.of(tables, [uniform_choice(segment, everywhere) for segment in segments], gradients)
-        kept = [bytes(len(segment.operators)) for segment in segments]
+        weighed = _Weighed.of(tables, choices, gradients)
+        kept = [bytes(len(segment.operators)) for segment in tables.costs.segments]
         return weighed.plan(tables, weighed.peak.num_bytes, tables.costs.timeline(kept, gradients).peak())
 
     def _tables_for(self, gradients: GradientBytes | None) -> _Tables:

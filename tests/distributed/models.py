@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,15 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def skew(model: nn.Module) -> None:
-    """Send every token to the first experts, with the weights that the router chose."""
-    for module in find_experts(model):
-        module.register_forward_pre_hook(_first_experts)
+def skew(model: nn.Module) -> Callable[[], None]:
+    """Send every token to the first experts, with the weights that the router chose. Returns what undoes it."""
+    hooks = [module.register_forward_pre_hook(_first_experts) for module in find_experts(model)]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
 
 
 def _first_experts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,43 +10,59 @@ import torch
 import torch.distributed as dist
 
 from flex_trainer import FlexConfig, FlexRuntime
-from flex_trainer.expert_loads import known_graph
 from flex_trainer.experts.dispatch import dispatching_of
 from flex_trainer.experts.transport import AllToAll
-from flex_trainer.strategy import Strategy
 from flex_trainer.testing.forced import ForcedRuntime, relative_error
 from tests.distributed.equality_jobs import Forced
 from tests.distributed.models import all_ids, gradients_of, my_part, skew, spread_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
 
 
-def predicted_and_held(path: str, num_steps: int, **parallel: Any) -> list[dict[str, Any]]:
-    """For every step in which everything is kept: bytes predicted once all routers had spoken, bytes held."""
+def predicted_and_held(
+    path: str, num_steps: int, num_crowded: int, extra_bytes: int, **parallel: Any
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """For every step: what its record says was predicted, and what was held; and the predictions that peaks were
+    compared with. All tokens go to rank 0 in the first steps, and expectations stay at that for a while.
+
+    Args:
+        num_crowded: steps of that kind.
+        extra_bytes: of memory, beyond what is in use before.
+    """
     model = spread_model(Path(path), **parallel)
-    runtime = FlexRuntime(FlexConfig(memory_limit="20GiB"))
+    undo = skew(model)
+    runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + extra_bytes))
+    with_fake_meter(runtime)
     runtime.attach(model)
     provisioner: Any = runtime._provisioner
-    answers = []
+    compared: list[int] = []
+    observe = provisioner._correction.observe
+
+    def observed(plan: Any, *args: Any) -> None:
+        compared.append(plan.predicted_bytes)
+        observe(plan, *args)
+
+    provisioner._correction.observe = observed
+    loads = []
     for number in range(num_steps):
-        ids = my_part(all_ids(model, seed=number))
+        if number == num_crowded:
+            undo()
         with runtime.backward():
-            loss = model(input_ids=ids, labels=ids).loss
-            micro_batch = runtime._pending[0]
-            graph = known_graph(micro_batch, provisioner._profile.graph(micro_batch.shape), layer=1000)
-            planner = provisioner._plans._planner(graph, "bandwidth")
-            predicted_bytes = planner.uniform(Strategy.KEEP, micro_batch.gradients).predicted_bytes
-            answers.append(
-                {
-                    "is_profile": micro_batch.plan is None,
-                    "predicted_bytes": predicted_bytes,
-                    "held_bytes": micro_batch.actual_bytes,
-                    "loads": micro_batch.loads,
-                }
-            )
+            loss = _loss(model, number)
+            loads.append(runtime._pending[0].loads)
             loss.backward()
         model.zero_grad()
     runtime.detach()
-    return answers
+    steps = [
+        {
+            "is_profile": record.is_profile,
+            "predicted_bytes": record.predicted_bytes,
+            "held_bytes": record.actual_bytes,
+            "freed_bytes": sum(record.freed_bytes.values()),
+            "loads": of_step,
+        }
+        for record, of_step in zip(runtime.records, loads, strict=True)
+    ]
+    return steps, compared
 
 
 def skewed_steps(path: str, num_steps: int, **parallel: Any) -> list[dict[str, Any]]:

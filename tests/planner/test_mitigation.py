@@ -51,6 +51,9 @@ def test_plan_obeys_its_limits(graph: ActivationGraph, allowed: tuple[Strategy, 
     assert all(sites[name].is_replayable for name, s in plan.strategies.items() if s is RECOMPUTE)
     assert all(sites[name].kind != "router" for name, s in plan.strategies.items() if s is QUANTIZE)
     assert 0 <= plan.predicted_bytes <= plan.peak_bytes
+    again = planner(graph, allowed).weighed(plan.strategies)
+    assert (again.strategies, again.peak_bytes) == (plan.strategies, plan.peak_bytes)
+    assert (again.predicted_bytes, again.added_seconds) == (plan.predicted_bytes, pytest.approx(plan.added_seconds))
     # What the plan says of itself is what its strategies cost, evaluated from nothing.
     costs = [
         evaluate(
