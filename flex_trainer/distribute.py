@@ -17,6 +17,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from flex_trainer.errors import UserError
 from flex_trainer.launch import launch_command
 from flex_trainer.mesh import check_expert_ranks
+from flex_trainer.ranks import num_launched
 from flex_trainer.recipe import ParallelSection, Recipe
 
 _NUM_EXPERTS_NAMES = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -48,10 +49,9 @@ def check_ranks(recipe: Recipe) -> None:
             f"parallel: pp={section.pp} is not available: pipeline stages can only be planned in this version "
             "(flex-trainer plan); set it to 1 to train"
         )
-    if section.fsdp % section.ep:  # before any model is there
-        check_expert_ranks(section.fsdp, section.ep, 0)
+    check_expert_ranks(section.fsdp, section.ep, num_experts=None)
     _check_launcher(section)
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    num_processes = num_launched()
     if section.is_used and num_processes != section.num_ranks:
         raise UserError(
             f"parallel: replicate={section.replicate} x fsdp={section.fsdp} is {section.num_ranks} processes, and "

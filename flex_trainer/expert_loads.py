@@ -1,24 +1,28 @@
-"""What this rank's experts are expected to get, from what they got of late; and the graph once it is known."""
+"""What this rank's experts are expected to get, from what they got of late, and what they do get.
+
+Nothing here changes for a model whose experts are all on one rank, but that more rows than planned make their layers
+larger.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from flex_trainer.cost.expected import EXPECTED, Expected, exchange_block, without_agreement
+from flex_trainer.cost.expected import EXPECTED, Expected, ep_block, without_agreement
 from flex_trainer.cost.graph import ActivationGraph
-from flex_trainer.cost.load import Load, few_of
-from flex_trainer.micro_batch import MicroBatch
+from flex_trainer.cost.load import Load, merged
 from flex_trainer.models.routing import Routing
+from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Site, Strategy
 
 _REMEMBERED = 8
 _MUCH_LESS = 0.75
 
 
-class ExpertLoads:
-    """Nothing changes here for a model whose experts are all on one rank."""
+class RecentLoads:
+    """Loads of recent micro-batches on this rank's experts, from which the next one's are expected."""
 
     def __init__(self) -> None:
         self._recent: deque[Load] = deque(maxlen=_REMEMBERED)
@@ -30,57 +34,85 @@ class ExpertLoads:
         this one."""
         if not self._recent:
             return EXPECTED
-        load = functools.reduce(Load.union, self._recent)
+        load = functools.reduce(Load.maximum, self._recent)
         return Expected(load.rounded_up(), self._agreed_layers)
 
-    def learn(self, micro_batch: MicroBatch) -> None:
+    def learn(self, loads: Loads) -> None:
         """A micro-batch has run."""
-        if not micro_batch.loads or micro_batch.crowd == 0:
+        if not loads.by_layer or loads.tokens_ratio == 0:
             return
         # Relative to the mean rank: how long this rank's own sequences were says nothing of what it will get.
-        worst = functools.reduce(Load.union, micro_batch.loads.values()).scaled(1 / micro_batch.crowd)
+        worst = functools.reduce(Load.maximum, loads.by_layer.values()).scaled(1 / loads.tokens_ratio)
         self._recent.append(worst)
-        self._agreed_layers = frozenset(micro_batch.would_agree_layers)
+        self._agreed_layers = frozenset(loads.acceptable_layers)
 
 
-def take_in(micro_batch: MicroBatch, experts: Site, routing: Routing, planned_pairs: int | None) -> bool:
-    """Note what a layer's routing says of this layer and of those to come; whether the plan has to be made anew: more
-    arrives than was expected, the ranks have not agreed on what was planned, or, where the plan mitigates, much less
-    will arrive.
+@dataclass
+class Loads:
+    """What is known of the loads in one micro-batch: what is expected, then layer by layer what has come."""
 
-    Args:
-        planned_pairs: pairs that were planned for, where all experts are on one rank.
-    """
-    plan, expected = micro_batch.plan, micro_batch.expected
-    assert plan is not None
-    if routing.load is None:
-        is_more = planned_pairs is not None and routing.num_pairs > planned_pairs
-        if is_more and planned_pairs:
-            factor = routing.num_pairs / planned_pairs
-            micro_batch.heavier[experts.layer] = Load(factor, factor)
-        return is_more
-    is_over = False
-    if not micro_batch.is_crowd_known:  # the first counts also say how many tokens there are in all
-        micro_batch.is_crowd_known = True
-        load = expected.load.scaled(routing.crowd).rounded_up()
-        is_much_less = load.pairs < _MUCH_LESS * expected.load.pairs and plan.added_seconds > 0
-        is_over = load.exceeds(expected.load) or is_much_less
-        if is_over:
-            expected = replace(expected, load=load)
-    if routing.load.exceeds(expected.load):
-        is_over = True
-        # A skew that one layer shows is expected of those to come.
-        expected = replace(expected, load=expected.load.union(routing.load))
-    micro_batch.expected = expected
-    is_refused = not routing.is_replay_agreed and plan.strategy(exchange_block(experts)) is Strategy.RECOMPUTE
-    return is_over or is_refused
+    expected: Expected = EXPECTED
+    by_layer: dict[int, Load] = field(default_factory=dict)
+    """What has come, where experts are on several ranks."""
+    agreed_layers: set[int] = field(default_factory=set)
+    """Layers whose dispatch all ranks replay in backward."""
+    acceptable_layers: set[int] = field(default_factory=set)
+    """Layers in which all ranks would have agreed, had they planned for it."""
+    tokens_ratio: float = 1.0
+    """Tokens of the mean rank over those of this one."""
+    _is_tokens_ratio_planned: bool = False
+    _heavier: dict[int, Load] = field(default_factory=dict)
+    """Layers that got more than planned, where all experts are on one rank."""
 
+    def note(self, layer: int, routing: Routing) -> None:
+        """A layer's router has spoken."""
+        if routing.load is None:
+            return
+        self.by_layer[layer] = routing.load
+        self.tokens_ratio = routing.tokens_ratio
+        if routing.is_replay_acceptable:
+            self.acceptable_layers.add(layer)
+        if routing.is_replay_agreed:
+            self.agreed_layers.add(layer)
 
-def known_graph(micro_batch: MicroBatch, graph: ActivationGraph, layer: int | None = None) -> ActivationGraph:
-    """The graph of a micro-batch whose routers have spoken up to `layer`, or all of them. `graph`: at an even load."""
-    if not micro_batch.loads:
-        return graph.with_loads(micro_batch.heavier)
-    expected = micro_batch.expected
-    still_expected = {other for other in expected.agreed_layers if layer is not None and other > layer}
-    graph = graph.with_loads(few_of(micro_batch.loads), expected.load)
-    return without_agreement(graph, micro_batch.agreed_layers | still_expected)
+    def needs_replan(self, experts: Site, routing: Routing, plan: Plan, planned_pairs: int | None) -> bool:
+        """After `note`: whether the rest has to be planned again. It has to where more has come than was expected,
+        where the ranks did not agree to a replay that was planned, and where there are far fewer tokens than a plan
+        that mitigates has assumed.
+
+        Args:
+            planned_pairs: (token, expert) pairs that were planned for, where all experts are on one rank.
+        """
+        if routing.load is None:
+            is_more = planned_pairs is not None and routing.num_pairs > planned_pairs
+            if is_more and planned_pairs:
+                factor = routing.num_pairs / planned_pairs
+                self._heavier[experts.layer] = Load(factor, factor)
+            return is_more
+        is_other = False
+        if not self._is_tokens_ratio_planned:  # the first counts also say how many tokens there are in all
+            self._is_tokens_ratio_planned = True
+            load = self.expected.load.scaled(routing.tokens_ratio).rounded_up()
+            is_much_less = load.pairs < _MUCH_LESS * self.expected.load.pairs and plan.added_seconds > 0
+            if load.exceeds(self.expected.load) or is_much_less:
+                is_other = True
+                self.expected = replace(self.expected, load=load)
+        if routing.load.exceeds(self.expected.load):
+            is_other = True
+            # A skew that one layer shows is expected of those to come.
+            self.expected = replace(self.expected, load=self.expected.load.maximum(routing.load))
+        is_refused = not routing.is_replay_agreed and plan.strategy(ep_block(experts)) is Strategy.RECOMPUTE
+        return is_other or is_refused
+
+    def graph(self, even: ActivationGraph, up_to_layer: int | None = None) -> ActivationGraph:
+        """The graph of the micro-batch, when the routers have spoken up to a layer, or all of them.
+
+        Args:
+            even: the graph under an even load.
+        """
+        if not self.by_layer:
+            return even.with_loads(self._heavier)
+        agreed = self.expected.agreed_layers
+        still_expected = {layer for layer in agreed if up_to_layer is not None and layer > up_to_layer}
+        graph = even.with_loads(merged(self.by_layer), self.expected.load)
+        return without_agreement(graph, self.agreed_layers | still_expected)

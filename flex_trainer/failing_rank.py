@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from flex_trainer.errors import EXIT_CODE, UserError, one_line, print_mistake
+from flex_trainer.ranks import launched_rank, num_launched
 
 GRACE_SECONDS = 3.0
 """How long a rank that is not to blame waits for the launcher to end it."""
@@ -54,7 +55,7 @@ def ranks_fail_together() -> Iterator[None]:
     This process then ends here (`os._exit`), with code 2 for a `UserError` and 1 for all else. Alone, nothing is
     changed. To be entered on every rank; `watch` starts looking for the failures of others.
     """
-    if _world_size() == 1:
+    if num_launched() == 1:
         yield
         return
     _ended.clear()
@@ -72,15 +73,16 @@ def ranks_fail_together() -> Iterator[None]:
 
 
 def watch() -> None:
-    """Look out for the failure of another rank from now on. Once the process group is there; alone, nothing happens."""
-    if _world_size() == 1:
+    """Start to look for failures of other ranks. Call it once the process group is there. With one process it does
+    nothing."""
+    if num_launched() == 1:
         return
     threading.Thread(target=_look_out, args=(_store(),), name="flex-ranks", daemon=True).start()
 
 
 def rank_name() -> str:
     """For example `rank 1 of 2 on host-a`."""
-    return f"rank {os.environ.get('RANK', '0')} of {_world_size()} on {socket.gethostname()}"
+    return f"rank {launched_rank()} of {num_launched()} on {socket.gethostname()}"
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -156,7 +158,3 @@ def _leave(message: str, exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -70,7 +70,7 @@ class Forecast:
         forward = self._trace(args, kwargs, shape.has_padding)
         if forward is not None:
             self.has_traced = True
-            profile.observe(shape, forward.trace, forward.routed_rows)
+            profile.observe(shape, forward.trace, forward.routed_pairs)
         return time.perf_counter() - started
 
     def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_padding: bool) -> SymbolicForward | None:

@@ -8,14 +8,13 @@ import torch
 
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Choices, Scope
-from flex_trainer.cost.expected import EXCHANGE_BLOCK, EXPECTED, Expected
-from flex_trainer.cost.load import Load
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
+from flex_trainer.expert_loads import Loads
 from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Plan
 from flex_trainer.records import MicroBatchRecord
-from flex_trainer.strategy import Site, Strategy
+from flex_trainer.strategy import EP_BLOCK, Site, Strategy
 
 
 @dataclass
@@ -30,16 +29,15 @@ class MicroBatch:
     available_bytes: int
     """What the plan's peak may take above the baseline."""
     budget_bytes: int
+    gradients: GradientBytes = field(default_factory=GradientBytes)
     plan_seconds: float = 0.0
     traced_seconds: float = 0.0
     number: int = 0
     step: int = 0
     started: float = 0.0
     num_replans: int = 0
-    gradients: GradientBytes = field(default_factory=GradientBytes)
-    routed_rows: dict[str, int] = field(default_factory=dict)
-    heavier: dict[int, Load] = field(default_factory=dict)
-    """Layers that got more rows than planned, where all experts are on one rank."""
+    routed_pairs: dict[str, int] = field(default_factory=dict)
+    loads: Loads = field(default_factory=Loads)
     excess_bytes: int = 0
     """Held beyond what was predicted, as of the last re-plan."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -47,25 +45,13 @@ class MicroBatch:
     """Whether another micro-batch began while this one was in flight: the peak is then not its own."""
     scope: Scope | None = None
     actual_bytes: int = 0
-    expected: Expected = EXPECTED
-    """What was assumed of the loads on this rank's experts."""
-    loads: dict[int, Load] = field(default_factory=dict)
-    """What they were, by layer; empty where all experts are on one rank."""
-    crowd: float = 1.0
-    """Tokens of the mean rank over those of this one."""
-    is_crowd_known: bool = False
-    """Whether plans have taken that into account."""
-    agreed_layers: set[int] = field(default_factory=set)
-    """Layers whose dispatch all ranks replay in backward."""
-    would_agree_layers: set[int] = field(default_factory=set)
-    """Layers in which all ranks would have."""
     _counts: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
     _worst: torch.Tensor | None = None
     _has_arrived: torch.cuda.Event | None = None
 
     def strategy(self, site: Site) -> Strategy:
-        if site.kind == EXCHANGE_BLOCK:  # what the ranks have agreed on holds, whatever plans say by now
-            return Strategy.RECOMPUTE if site.layer in self.agreed_layers else Strategy.KEEP
+        if site.kind == EP_BLOCK:  # what the ranks have agreed on holds, whatever plans say by now
+            return Strategy.RECOMPUTE if site.layer in self.loads.agreed_layers else Strategy.KEEP
         return self.choices.strategy(site)
 
     def ran(self) -> dict[str, Strategy]:
@@ -76,14 +62,8 @@ class MicroBatch:
 
     def note_routing(self, site: Site, routing: Routing) -> None:
         """Count the tokens of each expert, on the device."""
-        self.routed_rows[site.name] = routing.num_pairs
-        if routing.load is not None:
-            self.loads[site.layer] = routing.load
-            self.crowd = routing.crowd
-            if routing.would_all_replay:
-                self.would_agree_layers.add(site.layer)
-            if routing.is_replay_agreed:
-                self.agreed_layers.add(site.layer)
+        self.routed_pairs[site.name] = routing.num_pairs
+        self.loads.note(site.layer, routing)
         counts = routing.count()
         if counts is not None:
             self._counts.append((counts, routing.mean_tokens))

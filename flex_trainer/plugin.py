@@ -1,4 +1,4 @@
-"""FlexPlugin: the same for a plain Accelerate loop.
+"""FlexPlugin: the runtime in a plain Accelerate loop.
 
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -18,14 +18,14 @@ from torch import nn
 
 from flex_trainer.config import AUTO_RESERVE_SHARE, FlexConfig, amount_bytes
 from flex_trainer.correction import Correction
-from flex_trainer.cost.expected import exchange_block
+from flex_trainer.cost.expected import ep_block
 from flex_trainer.cost.load import at_even_load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.errors import UserError
-from flex_trainer.expert_loads import ExpertLoads, known_graph, take_in
-from flex_trainer.experts.dispatch import dispatching_of
+from flex_trainer.expert_loads import Loads, RecentLoads
+from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.files import check_writable
 from flex_trainer.forecast import Forecast
 from flex_trainer.gradients import Gradients
@@ -55,7 +55,8 @@ _REPLAN_SHARE = 0.005
 _IN_FLIGHT_REMEMBERED = 16
 """Rounds (first forward to last backward) over which the most micro-batches in flight are expected again."""
 _MAX_MEASUREMENTS = 3
-_MAX_TIGHTENINGS = 8
+"""Times that memory is measured for one budget: making a plan takes memory itself."""
+_MAX_TRIED_PLANS = 8
 """Plans tried until one holds no more than its budget."""
 _BY_EFFECT = [Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE]
 
@@ -111,7 +112,7 @@ class Provisioner:
         else:
             self._profile = self._seed_profile(resumed_profile)
             self._correction.start_at(self._profile.transient_factor)
-            self._loads = ExpertLoads()
+            self._loads = RecentLoads()
             self._margin = SafetyMargin(self._profile.margin_bytes)
         self._forecast = Forecast(model, model_map, next(model.parameters()).device, config.trace)
         self._gradients = Gradients(model, model_map)
@@ -148,8 +149,7 @@ class Provisioner:
                 where there are no strategies: then the run is watched, and its records say what was over.
         """
         started = time.perf_counter()
-        in_use_bytes = self._meter.in_use_bytes()
-        left_bytes = self._left_bytes(in_use_bytes) - self._reserve_bytes() - self.margin_bytes
+        in_use_bytes, left_bytes = self._measure()
         gradients = self._gradients.now()
         self._most_in_flight = max(self._most_in_flight, len(self._in_flight) + 1)
         if self._profile.knows(shape):
@@ -160,39 +160,37 @@ class Provisioner:
                     break
                 # The first plan of a structure leaves something behind (its tables, buffers of the libraries it uses),
                 # which on a CPU comes out of the same memory.
-                in_use_bytes = self._meter.in_use_bytes()
                 earlier_bytes = left_bytes
-                left_bytes = self._left_bytes(in_use_bytes) - self._reserve_bytes() - self.margin_bytes
+                in_use_bytes, left_bytes = self._measure()
                 if earlier_bytes - left_bytes <= self._budget_step:
                     break
             if not plan.fits and self._config.strategies:
                 self._check_least(shape, plan, in_use_bytes, left_bytes + self.margin_bytes)
-            micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes)
-            micro_batch.expected = self._loads.expected
+            micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes, gradients)
+            micro_batch.loads = Loads(self._loads.expected)
         else:
             unknown = Uniform(self._most_effective())
-            micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0))
-        micro_batch.gradients = gradients
+            micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0), gradients)
         micro_batch.plan_seconds = time.perf_counter() - started
         return micro_batch
 
     def revise(self, micro_batch: MicroBatch, site: Site, routing: Routing) -> None:
-        """After a router: re-plan what has not run yet if this layer gets more rows than planned, or if more is held by
-        now than was predicted. This layer's experts come first: recomputing their whole block is always possible."""
+        """After a router: re-plan what has not run yet if this layer gets more than planned, or if more is held by now
+        than was predicted. This layer's experts come first: recomputing their whole block is always possible."""
         plan = micro_batch.plan
         if plan is None or micro_batch.scope is None:
             return
         started = time.perf_counter()
-        planned_rows = self._profile.rows(micro_batch.shape, site.name)
+        planned_pairs = self._profile.pairs(micro_batch.shape, site.name)
         # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
         held_bytes = micro_batch.ledger.held_bytes - self._offloading.in_flight_bytes
         excess_bytes = held_bytes - plan.held_until(site.layer)
-        has_other_load = take_in(micro_batch, site, routing, planned_rows)
+        has_other_load = micro_batch.loads.needs_replan(site, routing, plan, planned_pairs)
         if has_other_load or excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes:
             ran = micro_batch.ran()
             if routing.is_replay_agreed:
-                ran[exchange_block(site).name] = Strategy.RECOMPUTE
-            graph = known_graph(micro_batch, self._profile.graph(micro_batch.shape), site.layer)
+                ran[ep_block(site).name] = Strategy.RECOMPUTE
+            graph = micro_batch.loads.graph(self._profile.graph(micro_batch.shape), site.layer)
             micro_batch.excess_bytes = max(excess_bytes, 0)
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
             revised = self._plans.revised(graph, available_bytes, micro_batch.gradients, ran)
@@ -207,28 +205,26 @@ class Provisioner:
         if micro_batch.plan is not None:
             self._plans.note_run(micro_batch.plan)
 
-    def settle(self, micro_batch: MicroBatch) -> None:
-        """All routers have spoken and backward has ended: what the plan comes to with the rows that have arrived, where
-        that is not what was expected of them."""
-        if micro_batch.plan is not None and micro_batch.loads:
-            started = time.perf_counter()
-            micro_batch.plan = self._as_it_ran(micro_batch)
-            micro_batch.plan_seconds += time.perf_counter() - started
-
     def learn(self, micro_batch: MicroBatch, peak_bytes: int, is_peak_exact: bool) -> None:
-        """After `settle`: learn sizes, times, and how far off the predicted peak was.
+        """Backward has ended: learn sizes, times, and how far off the predicted peak was. The plan is then what it came
+        to with the rows that arrived.
 
         A first micro-batch that was over the limit and survived is no error: with its sizes known, `begin` refuses the
         next one if no plan can help.
         """
         assert micro_batch.scope is not None
-        self._release(micro_batch)
+        self.release(micro_batch)
         self._margin.relax(self._nearest_bytes)
-        self._loads.learn(micro_batch)
-        trace = at_even_load(micro_batch.scope.trace, micro_batch.loads)
+        self._loads.learn(micro_batch.loads)
+        if micro_batch.plan is not None and micro_batch.loads.by_layer:
+            # With the rows that have arrived: where they are fewer than was expected, transients would seem smaller.
+            started = time.perf_counter()
+            micro_batch.plan = self._as_it_ran(micro_batch)
+            micro_batch.plan_seconds += time.perf_counter() - started
+        trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
         if trace is None:
             return  # nothing arrived in some layer, so its sizes are not known
-        self._profile.observe(micro_batch.shape, trace, micro_batch.routed_rows)
+        self._profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
         if micro_batch.is_covered:
             return  # the peak has other micro-batches in it
         above_bytes = peak_bytes - micro_batch.baseline_bytes - self._gathered_bytes
@@ -239,14 +235,11 @@ class Provisioner:
         self._correction.observe(plan, above_bytes - excess_bytes, is_peak_exact, micro_batch.available_bytes)
 
     def _as_it_ran(self, micro_batch: MicroBatch) -> Plan:
-        graph = known_graph(micro_batch, self._profile.graph(micro_batch.shape))
+        graph = micro_batch.loads.graph(self._profile.graph(micro_batch.shape))
         return self._plans.weighed(graph, micro_batch.ran(), micro_batch.gradients)
 
-    def forget(self, micro_batch: MicroBatch) -> None:
-        """The micro-batch had no backward and its values are gone."""
-        self._release(micro_batch)
-
-    def _release(self, micro_batch: MicroBatch) -> None:
+    def release(self, micro_batch: MicroBatch) -> None:
+        """The values of a micro-batch are gone: its backward has ended, or will never come."""
         self._allocator.release(micro_batch.number)
         self._in_flight.pop(micro_batch.number, None)
         if not self._in_flight and self._most_in_flight:
@@ -265,7 +258,7 @@ class Provisioner:
             requested_bytes: what the failed allocation asked for; 0 when not known.
         """
         self._attempt = attempt
-        self._left_bytes(self._meter.in_use_bytes())
+        self._measure()
         self._margin.widen(requested_bytes, self._nearest_bytes)
 
     def loosen(self) -> None:
@@ -275,7 +268,7 @@ class Provisioner:
     def save_profile(self) -> None:
         """Write the seed profile on the main process, where one is configured and anything was learnt."""
         has_learnt = self._profile.version > 0 or self._profile.margin_bytes != self.margin_bytes
-        if self._config.seed_profile is not None and has_learnt and this_rank() == 0:  # all ranks learn the same
+        if self._config.seed_profile is not None and has_learnt and this_rank() == 0:  # one file for the run
             self.write_profile(Path(self._config.seed_profile))
 
     def write_profile(self, path: Path) -> None:
@@ -302,7 +295,7 @@ class Provisioner:
         budget_bytes = self._allocator.next(limit_bytes, on_top_bytes, plan.minimum_bytes)
         if self._in_flight or self.num_expected_in_flight > 1:
             # A plan bounds its own peak. What it holds beyond that, while others run, is bounded here.
-            for _ in range(_MAX_TIGHTENINGS):
+            for _ in range(_MAX_TRIED_PLANS):
                 excess_bytes = plan.predicted_bytes - budget_bytes
                 if excess_bytes <= 0 or not plan.fits:
                     break
@@ -310,12 +303,13 @@ class Provisioner:
                 plan = self._plan(shape, available_bytes, gradients)
         return plan, available_bytes, budget_bytes
 
-    def _left_bytes(self, in_use_bytes: int) -> int:
-        """What may still be used. Something harder than memory_limit may be nearer (a data limit, other processes on
-        the device): shares of the limit are then shares of that."""
+    def _measure(self) -> tuple[int, int]:
+        """Bytes in use, and bytes that a plan may use beside them. Notes which limit is the nearest: something harder
+        than memory_limit may be (a data limit, other processes on the device), and shares are then shares of that."""
+        in_use_bytes = self._meter.in_use_bytes()
         left_bytes = self._meter.left_bytes(self.limit_bytes)
         self._nearest_bytes = min(self.limit_bytes, in_use_bytes + max(left_bytes, 0))
-        return left_bytes - self._gathered_bytes
+        return in_use_bytes, left_bytes - self._gathered_bytes - self._reserve_bytes() - self.margin_bytes
 
     @property
     def _budget_step(self) -> int:
@@ -387,7 +381,7 @@ def _fingerprint(model: nn.Module, model_map: ModelMap) -> str:
     """Says whether a profile belongs to this model: classes, sites and parameter shapes."""
     facts = [original_class(model).__name__, *(operator.site.name for operator in model_map.operators)]
     # What a rank's experts get, and which operators they have, follows the number of ranks.
-    dispatching = (dispatching_of(operator.module) for operator in model_map.experts)
-    facts += [f"experts on {how.num_ranks} ranks" for how in dispatching if how is not None]
+    dispatchers = (dispatcher_of(operator.module) for operator in model_map.experts)
+    facts += [f"experts on {one.num_ranks} ranks" for one in dispatchers if one is not None]
     facts += [f"{name}:{tuple(parameter.shape)}:{parameter.dtype}" for name, parameter in model.named_parameters()]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]

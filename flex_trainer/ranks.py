@@ -1,4 +1,4 @@
-"""Which of how many processes of a run this one is."""
+"""This process's rank, and how many there are: of the process group, and of what the launcher has started."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ def num_ranks() -> int:
 def this_rank() -> int:
     """This one's number among them."""
     return torch.distributed.get_rank() if _has_group() else 0
+
+
+def num_launched() -> int:
+    """Processes that the launcher has started; 1 where none has."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """This one's number among them."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_first_on_machine() -> bool:
+    """Whether this process does for its machine what one process must do there."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 def num_ranks_here() -> int:

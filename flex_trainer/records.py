@@ -18,7 +18,8 @@ class MicroBatchRecord:
     num_tokens: int
     """Tokens in the micro-batch (batch x sequence, padding included)."""
     imbalance: float
-    """Largest over MoE layers of: most tokens routed to one expert / mean tokens per expert. 1.0 for dense models."""
+    """Most tokens that one expert of this rank gets / mean of all experts (of all ranks, with expert parallelism); the
+    largest over layers. 1.0 for dense models."""
     budget_bytes: int
     """Activation bytes the plan was allowed to hold (Algorithm 1)."""
     predicted_bytes: int

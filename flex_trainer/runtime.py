@@ -5,8 +5,8 @@
     end        what is really held replaces what was predicted in the books
     backward   values come back; then the measured peak corrects the model, and a record is kept
 
-`attach` puts the runtime between a model and its operators; `detach` takes it out. Trainer and plugin only call these
-two and `backward`. Where an allocation fails, transaction.py takes the step back and runs it again.
+`attach` puts the runtime between a model and its operators; `detach` takes it out; `backward` goes around every
+backward. Where an allocation fails, transaction.py takes the step back and runs it again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
 from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
-from flex_trainer.experts.layout import Wish
+from flex_trainer.experts.layout import ReplayVote
 from flex_trainer.meter import MemoryMeter, limit_bytes, meter_for
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
@@ -158,8 +158,8 @@ class FlexRuntime:
         Nothing is changed when it raises.
 
         Raises:
-            ValueError: no decoder layers, sharded parameters, a device that cannot be measured, a limit below what is
-                in use already, an offload directory or a seed profile that cannot be used.
+            ValueError: no decoder layers, FSDP1 or tensor-parallel weights, a device that cannot be measured, a limit
+                below what is in use already, an offload directory or a seed profile that cannot be used.
             RuntimeError: a model is attached already.
         """
         if self._model is not None:
@@ -307,14 +307,14 @@ class FlexRuntime:
         )
         return micro_batch
 
-    def wish(self, block: Site, experts: Site) -> Wish:
+    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
         """Before the counts of a layer are exchanged: whether to replay its dispatch in backward."""
         running = self._running_here()
         if running is None:
-            return Wish()
-        wants, experts_go = (running.choices.strategy(site) is Strategy.RECOMPUTE for site in (block, experts))
-        # Where no plan gives up all that the experts make, the rows that they are made from are not worth an exchange.
-        return Wish(wants, would=wants or experts_go)
+            return ReplayVote()
+        is_planned = running.choices.strategy(block) is Strategy.RECOMPUTE
+        # The received rows are worth fetching again only where the experts' values are given up too.
+        return ReplayVote(is_planned, is_planned or running.choices.strategy(experts) is Strategy.RECOMPUTE)
 
     def on_routed(self, experts: Site, routing: Routing) -> None:
         """After a router: the exact counts of this layer are known."""
@@ -354,9 +354,8 @@ class FlexRuntime:
             self._end_window()
         self._let_units_go()
         for micro_batch in done:
-            self._provisioner.settle(micro_batch)
-            self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
             self._provisioner.learn(micro_batch, peak_bytes, is_exact)
+            self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
             self._warn_of_no_effect(micro_batch)
             micro_batch.scope = None  # they refer to each other: only so both die at once
 
@@ -378,7 +377,7 @@ class FlexRuntime:
         assert self._provisioner is not None
         numbers = {micro_batch.number for micro_batch in micro_batches}
         for micro_batch in micro_batches:
-            self._provisioner.forget(micro_batch)
+            self._provisioner.release(micro_batch)
             micro_batch.scope = None
         self._pending = [micro_batch for micro_batch in self._pending if micro_batch.number not in numbers]
         self._let_units_go()

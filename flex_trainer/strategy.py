@@ -21,6 +21,9 @@ LEAST_MOVED_BYTES = 16 * 1024
 WORTHWHILE = 0.75
 """Codes and scales that take more than this share of the original are not worth their error."""
 
+EP_BLOCK, EP_DISPATCH, EP_COMBINE = "ep_block", "ep_dispatch", "ep_combine"
+"""Kinds of the operators that only experts on several ranks have."""
+
 _NEVER_QUANTIZED = frozenset({"router", "lm_head", "loss"})
 
 
@@ -40,7 +43,8 @@ class Site:
     """Index of the decoder layer; -1 for what lies outside the layers."""
     is_block: bool = False
     is_replayable: bool = True
-    """False for routers (a routing decision is never made twice) and for layers, which only enclose."""
+    """False for routers (a routing decision is never made twice), for collectives and what would run one in a replay,
+    and for layers, which only enclose."""
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether this site may have a strategy: routing is never made again, and logits never lose precision."""

@@ -27,6 +27,7 @@ from flex_trainer.failing_rank import ranks_fail_together, watch
 from flex_trainer.launch import accelerate_settings, launch_command
 from flex_trainer.meter import limit_bytes, meter_for
 from flex_trainer.process_memory import enforce_process_limit
+from flex_trainer.ranks import launched_rank, num_launched
 from flex_trainer.recipe import Recipe, load_recipe
 from flex_trainer.recipe_yaml import RecipeError
 from flex_trainer.reports import RankSummary, gather_ranks, rank_table, summary_table
@@ -138,8 +139,8 @@ def _hide_gpus(recipe: Recipe) -> None:
 def _note_processes(recipe: Recipe, console: Console) -> None:
     """Say when the launch settings ask for more processes than there are; the run is the same, only narrower."""
     wanted = accelerate_settings(recipe).get("num_processes", 1)
-    running = int(os.environ.get("WORLD_SIZE", "1"))
-    if not recipe.parallel.is_used and wanted != running and int(os.environ.get("RANK", "0")) == 0:
+    running = num_launched()
+    if not recipe.parallel.is_used and wanted != running and launched_rank() == 0:
         console.print(
             f"The recipe's accelerate section is for {wanted} processes; this run has {running}. For {wanted}: "
             f"{launch_command(recipe)}",

@@ -125,5 +125,5 @@ def test_a_defect_is_no_mistake_of_the_user(tmp_path: Path) -> None:
 
 def test_an_output_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
-    with pytest.raises(CheckpointWriteError, match="its directory; rank 0: .*out.*There is no earlier one"):
+    with pytest.raises(CheckpointWriteError, match="making its directory; rank 0: .*out.*There is no earlier one"):
         Staging(tmp_path / "out", "checkpoint-6").begin(is_shared=False)

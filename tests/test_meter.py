@@ -84,6 +84,18 @@ def test_left_is_what_the_limit_leaves() -> None:
     assert meter.left_bytes(1) < 0
 
 
+def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = ProcessMeter()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    whole_bytes, auto_bytes = meter.device_bytes(), meter.auto_bytes()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert meter.device_bytes() == whole_bytes // 4
+    in_use_bytes = meter.in_use_bytes()
+    quarter_bytes = (auto_bytes - in_use_bytes) / 4
+    # Other processes of this machine come and go between the two readings.
+    assert meter.auto_bytes() - in_use_bytes == pytest.approx(quarter_bytes, rel=0.2)
+
+
 # Called in a fresh process by name.
 def child_measures_under_a_hard_limit() -> dict[str, int]:
     meter = ProcessMeter()

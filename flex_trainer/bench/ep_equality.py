@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from flex_trainer.testing.tiny import tiny_model
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "gpt_oss", "ernie4_5_moe")
 MESHES = (MeshSizes(2, 2), MeshSizes(4, 4), MeshSizes(2, 4), MeshSizes(2, 2, 2))
-"""EP 2; EP 4; FSDP 2 x EP 2; EP 2 in two replicas (HSDP)."""
+"""EP 2; EP 4; FSDP 4 x EP 2; FSDP 2 x EP 2 in two replicas (HSDP)."""
 _JOB = "flex_trainer.bench.ep_equality_rank:compare"
 _KEEPS = ("plain", "keep")
 _TIMEOUT_S = 900.0
@@ -35,7 +33,7 @@ def measure_equality(meshes: Sequence[MeshSizes], families: Sequence[str], conso
         every strategy has given memory back where it was asked to.
     """
     found: dict[tuple[str, str], _Found] = {}
-    with tempfile.TemporaryDirectory(prefix="flex-bench-") as directory, _without_gpus():
+    with tempfile.TemporaryDirectory(prefix="flex-bench-") as directory:
         for family in families:
             write_weights(tiny_model(family), Path(directory) / family)
         for mesh in meshes:
@@ -80,17 +78,3 @@ def equality_figures(found: Mapping[tuple[str, str], _Found]) -> dict[str, Any]:
         ),
         "details": details,
     }
-
-
-@contextmanager
-def _without_gpus() -> Iterator[None]:
-    """Have ranks that are started inside compute on the CPU: as many as are asked for, on any machine."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before

@@ -6,7 +6,6 @@ Each rank has rows of its own; the process that it is compared with has those of
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +21,9 @@ from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.sharding import gathered_bytes
 from flex_trainer.planner.plan import Uniform
 from flex_trainer.runtime import FlexRuntime
-from flex_trainer.strategy import Site, Strategy
+from flex_trainer.strategy import Strategy
 from flex_trainer.testing.fake_meter import BASE_BYTES, with_fake_meter
-from flex_trainer.testing.forced import ForcedRuntime, relative_error, whole
+from flex_trainer.testing.forced import ForcedRuntime, MixedChoices, relative_error, whole
 from flex_trainer.testing.tiny import tiny_batch
 
 UNIFORM = {strategy.value: strategy for strategy in Strategy}
@@ -42,7 +41,6 @@ _BATCH_SIZE, _SEQUENCE_LENGTH = 2, 64
 _AMPLE_BYTES = 10**9
 _NUM_AUTO_STEPS = 3
 _STRATEGIES = ("recompute", "offload")
-_EXACT = (Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD)
 
 
 def compare(*, path: str, mesh: Sequence[int], cases: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -59,9 +57,9 @@ def compare(*, path: str, mesh: Sequence[int], cases: Sequence[str]) -> dict[str
     _be_quiet()
     sizes = MeshSizes(*mesh)
     rank = torch.distributed.get_rank()
-    whole = load_model(path)
-    batch = {**tiny_batch(whole, _BATCH_SIZE * sizes.num_ranks, _SEQUENCE_LENGTH), "use_cache": False}
-    expected_loss, expected = _step(whole, batch)
+    reference = load_model(path)
+    batch = {**tiny_batch(reference, _BATCH_SIZE * sizes.num_ranks, _SEQUENCE_LENGTH), "use_cache": False}
+    expected_loss, expected = _step(reference, batch)
     model = load_model(path, sizes, FLEX)
     rows = slice(rank * _BATCH_SIZE, (rank + 1) * _BATCH_SIZE)
     own_batch = {key: value[rows] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
@@ -135,24 +133,13 @@ def _pressing_limit_bytes(model: PreTrainedModel, batch: Mapping[str, Any]) -> i
     return BASE_BYTES + gathered_bytes(model) + above_bytes
 
 
-class _Mixed:
-    """One of the exact strategies for each operator: another one on every rank, the same at every call."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def strategy(self, site: Site) -> Strategy:
-        drawn = _EXACT[zlib.crc32(f"{self._rank}:{site.name}".encode()) % len(_EXACT)]
-        return drawn if site.allows(drawn) else Strategy.KEEP
-
-
 def _choices(case: str, rank: int) -> Choices:
     if case in UNIFORM:
         return Uniform(UNIFORM[case])
     if case == "differ" and rank < 3:
         return Uniform((Strategy.RECOMPUTE, Strategy.KEEP, Strategy.OFFLOAD)[rank])
     assert case in ("differ", "mixed"), case
-    return _Mixed(rank)
+    return MixedChoices(rank)
 
 
 def _step(

@@ -46,7 +46,6 @@ class MeshSizes(NamedTuple):
     @property
     def title(self) -> str:
         replicas = f" x {self.dp_replicate_size} replicas" if self.dp_replicate_size > 1 else ""
-        # FSDP as seen by the experts: how many ranks share what is left of a weight after expert parallelism.
         return f"ep {self.ep_size}, fsdp {self.fsdp_size}{replicas}"
 
 

@@ -54,11 +54,11 @@ def in_turns(
 ) -> dict[str, Any]:
     """Train a model of each implementation, a step of each in turns, on this rank.
 
-    The same for all: FSDP2 and expert parallelism over all ranks, AdamW, one thread, freed memory given back to the
-    system.
+    The same for all: FSDP2 and expert parallelism over all ranks, AdamW, one thread.
 
     Args:
         managed: those of the implementations whose activations FlexTrainer's runtime manages, with ample memory.
+        returns_memory: whether freed memory goes back to the system, for all: on a CPU FlexTrainer has that done.
 
     Returns:
         By implementation: seconds, CPU seconds and bytes on the link of every timed step; losses of all steps; bytes

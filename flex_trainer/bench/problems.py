@@ -13,6 +13,7 @@ import torch
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Scope
 from flex_trainer.cost.graph import ActivationGraph, Segment
+from flex_trainer.cost.load import Load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.models.discovery import discover
@@ -55,7 +56,7 @@ def recorded(families: Iterable[str], shapes: Iterable[tuple[int, int]]) -> dict
             graph = _record(family, batch_size, length)
             imbalance = (1.0, 2.6)[number % 2]
             if imbalance > 1:
-                graph = graph.with_routed_rows(1, imbalance)
+                graph = graph.with_loads({1: Load(imbalance, imbalance)})
             graphs[f"{family} {batch_size}x{length} imbalance {imbalance}"] = _with_equal_times(graph)
     return graphs
 

@@ -111,7 +111,7 @@ def compare_families(families: tuple[str, ...]) -> Iterator[Comparison]:
             symbolic = SymbolicModel(model, _CPU, has_fused_attention=False)
             for shape in TRACED_SHAPES:
                 forward = symbolic.trace((), batch(*shape))
-                profile.observe(BatchShape(*shape), forward.trace, forward.routed_rows)
+                profile.observe(BatchShape(*shape), forward.trace, forward.routed_pairs)
             for shape in SHAPES:
                 graph = profile.graph(BatchShape(*shape))
                 for name, choose in CHOICES.items():
@@ -130,7 +130,7 @@ def compare_routed(families: tuple[str, ...]) -> Iterator[Comparison]:
             symbolic = SymbolicModel(rank, _CPU, has_fused_attention=False, find=_find_block)
             for num_rows in TRACED_ROWS:
                 forward = symbolic.trace((), _rows(experts, num_rows, dtype))
-                profile.observe(BatchShape(1, num_rows), forward.trace, forward.routed_rows)
+                profile.observe(BatchShape(1, num_rows), forward.trace, forward.routed_pairs)
             for num_rows in ROWS:
                 graph = profile.graph(BatchShape(1, num_rows))
                 for name, choose in CHOICES.items():

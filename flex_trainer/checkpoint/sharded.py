@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from flex_trainer.checkpoint.groups import SavedGroups
 from flex_trainer.checkpoint.placement import as_blocks, give_back
 from flex_trainer.errors import UserError
+from flex_trainer.models.sharding import units_of
 
 _MODEL = "model/"
 _OPTIMIZER = "optimizer/"
@@ -148,9 +148,8 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _reshard(model: nn.Module) -> None:
     """After an evaluation some modules hold whole weights in the place of their shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in units_of(model):
+        unit.reshard()
 
 
 def _stored(directory: Path) -> dict[str, TensorStorageMetadata]:

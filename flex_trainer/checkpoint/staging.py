@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from flex_trainer.checkpoint.ranks import gather_failures, is_first_of_node
+from flex_trainer.checkpoint.failures import gather_failures, in_words
 from flex_trainer.errors import UserError
-from flex_trainer.ranks import num_ranks, this_rank
+from flex_trainer.ranks import is_first_on_machine, num_ranks, this_rank
 
 _SAVING = "saving-"
 _REPLACED = "replaced-"
@@ -63,17 +63,17 @@ class Staging:
             CheckpointError: on every rank, if a rank failed.
         """
         self._is_shared = is_shared
-        with self.together("what was left of earlier ones"):  # all of it, before any rank makes a new directory
-            if is_first_of_node():
+        with self.together("removing left-overs"):  # all of it, before any rank makes a new directory
+            if is_first_on_machine():
                 sweep(self.final.parent)
-        with self.together("its directory"):
-            if is_first_of_node():
+        with self.together("making its directory"):
+            if is_first_on_machine():
                 self.staged.mkdir(parents=True, exist_ok=True)
-        with self.together("its directory"):
+        with self.together("looking for its directory"):
             if is_shared and not self.staged.is_dir():
                 raise FileNotFoundError(
-                    f"{str(self.staged)!r}, made on rank 0's node, is not there; choose an output_dir on a file system "
-                    "that all nodes share"
+                    f"{str(self.staged)!r}, made on rank 0's machine, is not there; choose an output_dir on a file "
+                    "system that all machines share"
                 )
 
     @contextmanager
@@ -92,10 +92,9 @@ class Staging:
             error = raised
         failures = gather_failures(error)
         if failures:
-            where = "; ".join(f"rank {number}: {text}" for number, (text, _) in failures.items())
-            is_refused = all(is_refused for _, is_refused in failures.values())
+            is_refused = all(failure.is_refused_by_system for failure in failures.values())
             kind = CheckpointWriteError if is_refused else CheckpointError
-            raise kind(f"{self.name} was not saved ({what}; {where}). {self._what_is_left()}") from error
+            raise kind(f"{self.name} was not saved ({what}; {in_words(failures)}). {self._what_is_left()}") from error
 
     def publish(self) -> None:
         """Give the checkpoint its name, in the place of an earlier one of that name.
@@ -103,21 +102,21 @@ class Staging:
         Raises:
             CheckpointError: on every rank, if a rank failed.
         """
-        with self.together("writing out what the system still holds"):
-            if is_first_of_node() and self.staged.is_dir():
+        with self.together("flushing it to disk"):
+            if is_first_on_machine() and self.staged.is_dir():
                 _flush(self.staged)
-        with self.together("giving it its name"):
+        with self.together("renaming it"):
             if this_rank() == 0:
                 self._rename()
         if num_ranks() > 1 and not self._is_shared:
-            with self.together("giving it its name"):
-                # On nodes with a disk of their own: what their ranks wrote there.
-                if is_first_of_node() and this_rank() != 0 and self.staged.is_dir():
+            with self.together("renaming it"):
+                # On machines with a disk of their own: what their ranks wrote there.
+                if is_first_on_machine() and this_rank() != 0 and self.staged.is_dir():
                     self._rename()
 
     def discard(self) -> None:
         """Remove what has been written so far: on a full disk it is in the way."""
-        if is_first_of_node():
+        if is_first_on_machine():
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _rename(self) -> None:
@@ -165,7 +164,7 @@ def sweep(run_directory: Path) -> None:
             if final.exists():
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                with contextlib.suppress(FileNotFoundError):  # another node that sees this directory was faster
+                with contextlib.suppress(FileNotFoundError):  # another machine that sees this directory was faster
                     path.rename(final)
         elif path.name.startswith(_SAVING) and _NAME.fullmatch(path.name.removeprefix(_SAVING)):
             shutil.rmtree(path, ignore_errors=True)
@@ -174,24 +173,27 @@ def sweep(run_directory: Path) -> None:
 def recover(run_directory: Path) -> None:
     """Before a checkpoint is looked for: give one that was about to be replaced its name back. All ranks call this."""
     error: OSError | None = None
-    if is_first_of_node():
+    if is_first_on_machine():
         try:
             sweep(run_directory)
         except OSError as raised:
             error = raised
     failures = gather_failures(error)
     if failures:
-        texts = "; ".join(f"rank {number}: {text}" for number, (text, _) in failures.items())
-        raise UserError(f"{str(run_directory)!r} cannot be searched for checkpoints ({texts})") from error
+        raise UserError(f"{str(run_directory)!r} cannot be searched for checkpoints ({in_words(failures)})") from error
 
 
 def refuse_incomplete(path: Path) -> None:
     """Refuse to resume from what a run left that died while it saved.
 
     Raises:
-        ValueError: `path` is in such a directory.
+        ValueError: `path` is in such a directory, or lacks the file that Trainer writes last.
     """
-    if any(part.startswith((_SAVING, _REPLACED)) and _NAME.search(part) for part in (path.name, path.parent.name)):
+    is_staged = any(
+        part.startswith((_SAVING, _REPLACED)) and _NAME.search(part) for part in (path.name, path.parent.name)
+    )
+    is_cut_off = _NAME.fullmatch(path.name) and path.is_dir() and not (path / TRAINER_STATE_NAME).is_file()
+    if is_staged or is_cut_off:
         raise UserError(
             f"resume_from_checkpoint={str(path)!r} was never completed; resume_from_checkpoint=True takes the last one "
             "that was"

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from flex_trainer.activations.identity import local_part
 from flex_trainer.errors import UserError
+from flex_trainer.models.sharding import original_class
 
 
 def must_be_converted(directory: Path, model: PreTrainedModel) -> bool:
@@ -43,7 +44,7 @@ def load_weights(directory: Path, model: PreTrainedModel) -> None:
     arguments: dict[str, Any] = {"dtype": dtype, "config": copy.deepcopy(model.config)}
     if getattr(model, "is_distributed_loading_by_transformers", False):
         arguments["distributed_config"] = model.config.distributed_config
-    of_class: Any = _class_of(model)
+    of_class: Any = original_class(model)
     loaded, found = of_class.from_pretrained(directory, output_loading_info=True, **arguments)
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
@@ -54,16 +55,7 @@ def load_weights(directory: Path, model: PreTrainedModel) -> None:
     weights = loaded.state_dict()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            _local(tensor).copy_(_local(weights[name]))
-
-
-def _class_of(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The model's class, not the one that FSDP puts in front of it."""
-    return next(c for c in type(model).__mro__ if issubclass(c, PreTrainedModel) and not issubclass(c, FSDPModule))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(tensor).copy_(local_part(weights[name]))
 
 
 def _names(directory: Path) -> set[str]:

@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.load import EVEN, Load
-from flex_trainer.strategy import Site
-
-EXCHANGE_BLOCK = "ep_block"
-"""Kind of the block that is dispatch and experts: replayed only where all ranks agree."""
+from flex_trainer.strategy import EP_BLOCK, Site
 
 
-def exchange_block(experts: Site) -> Site:
-    """That block's site, by the site of the experts inside."""
-    return Site(
-        f"{experts.name}.parallel", EXCHANGE_BLOCK, experts.layer, is_block=True, is_replayable=experts.is_replayable
-    )
+def ep_block(experts: Site) -> Site:
+    """The block that is dispatch and experts, replayed only where all ranks agree.
+
+    Args:
+        experts: the experts inside.
+    """
+    return Site(f"{experts.name}.ep_block", EP_BLOCK, experts.layer, is_block=True, is_replayable=experts.is_replayable)
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ def without_agreement(graph: ActivationGraph, agreed_layers: Collection[int]) ->
 
 
 def _without_replayed_exchange(segment: Segment) -> Segment:
-    if not any(operator.site.kind == EXCHANGE_BLOCK for operator in segment.operators):
+    if not any(operator.site.kind == EP_BLOCK for operator in segment.operators):
         return segment
     operators = (
         replace(operator, site=replace(operator.site, is_replayable=False))
-        if operator.site.kind == EXCHANGE_BLOCK
+        if operator.site.kind == EP_BLOCK
         else operator
         for operator in segment.operators
     )

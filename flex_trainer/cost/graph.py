@@ -94,10 +94,6 @@ class ActivationGraph:
     """Sizes of values made outside of the layers that nobody saves, but that a replay inside a layer takes (an
     attention mask, position ids): held as soon as one layer needs them, once for all layers."""
 
-    def with_routed_rows(self, layer: int, factor: float) -> ActivationGraph:
-        """The same graph with the values of one layer's experts `factor` times as large: another number of rows."""
-        return self.with_loads({layer: Load(factor, factor)})
-
     def with_loads(self, loads: Mapping[int, Load], others: Load | None = None) -> ActivationGraph:
         """The same graph with other loads on the experts of layers: those given, by layer, and `others` on the rest."""
         segments = []

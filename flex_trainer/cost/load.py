@@ -6,16 +6,20 @@ they would be under an even load, and scaled to the load that is expected, or kn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from flex_trainer.activations.trace import Trace
+from flex_trainer.strategy import EP_BLOCK, EP_DISPATCH
 
 _STEPS = 8
+"""Expected loads are multiples of one over this."""
 _COARSE_STEPS = 4
+"""Loads that round to the same multiple of one over this are nearly equal."""
 _MAX_DIFFERENT = 8
-_BY_ROWS = frozenset({"ep_block", "ep_dispatch", "experts", "expert_unpermute"})
+_BY_ROWS = frozenset({EP_BLOCK, EP_DISPATCH, "experts", "expert_unpermute"})
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,12 @@ class Load:
 
     def rounded_up(self) -> Load:
         """In steps of an eighth, so that plans made for a load are found again."""
-        return Load(*(-(-value * _STEPS // 1) / _STEPS for value in (self.pairs, self.rows)))
+        return Load(*(math.ceil(value * _STEPS) / _STEPS for value in (self.pairs, self.rows)))
 
     def scaled(self, factor: float) -> Load:
         return Load(self.pairs * factor, self.rows * factor)
 
-    def union(self, other: Load) -> Load:
+    def maximum(self, other: Load) -> Load:
         return Load(max(self.pairs, other.pairs), max(self.rows, other.rows))
 
     def of(self, kind: str) -> float:
@@ -57,9 +61,9 @@ def follows(kind: str) -> Literal["pairs", "rows"] | None:
     return "pairs" if kind.startswith("expert") else None
 
 
-def few_of(loads: Mapping[int, Load]) -> dict[int, Load]:
-    """Loads of layers that are nearly alike made the same, since layers of one load are planned as one: their sum is
-    what it was, and the most crowded layer has its own. Few different ones stay as they are.
+def merged(loads: Mapping[int, Load]) -> dict[int, Load]:
+    """Layers of nearly equal load get their mean, so that they are planned as one kind. The layer with the most pairs
+    keeps its own. Unchanged with at most 8 different loads.
 
     Args:
         loads: by layer.

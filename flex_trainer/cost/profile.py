@@ -45,15 +45,15 @@ class Profile:
         known = self._structures.get(_key(shape), [])
         return all(shape.sequence_length > _MUCH_LONGER * structure.longest for structure in known)
 
-    def rows(self, shape: BatchShape, experts: str) -> int | None:
-        """Rows that the block called `experts` was planned to get in a micro-batch of this shape."""
+    def pairs(self, shape: BatchShape, experts: str) -> int | None:
+        """(Token, expert) pairs that the block called `experts` is planned to get in a micro-batch of this shape."""
         structure = self._structure(shape)
-        rate = None if structure is None else structure.rows_per_token.get(experts)
+        rate = None if structure is None else structure.pairs_per_token.get(experts)
         return None if rate is None else round(rate * shape.num_tokens)
 
-    def observe(self, shape: BatchShape, trace: Trace, routed_rows: Mapping[str, int]) -> None:
-        """Learn sizes and times from one forward, real or symbolic; `routed_rows`: rows that each experts block got."""
-        is_news = self._structure_for(shape, trace).observe(shape, trace, routed_rows)
+    def observe(self, shape: BatchShape, trace: Trace, routed_pairs: Mapping[str, int]) -> None:
+        """Learn sizes and times from one forward, real or symbolic; `routed_pairs`: what each experts block got."""
+        is_news = self._structure_for(shape, trace).observe(shape, trace, routed_pairs)
         self.version += is_news
 
     def _structure(self, shape: BatchShape) -> Structure | None:

@@ -35,7 +35,7 @@ class Structure:
         self._samples: list[dict[str, Any]] = []  # sizes that taught something, for the file
         self.seen: set[tuple[int, int]] = set()
         """All shapes (batch size, sequence length) that had this structure."""
-        self.rows_per_token: dict[str, float] = {}
+        self.pairs_per_token: dict[str, float] = {}
         """Of each experts block: most seen."""
 
     @classmethod
@@ -71,7 +71,7 @@ class Structure:
         """Whether sizes at this shape can be told, not only bounded."""
         return self._value_scaling.is_sure(shape.batch_size, shape.sequence_length)
 
-    def observe(self, shape: BatchShape, trace: Trace, routed_rows: Mapping[str, int]) -> bool:
+    def observe(self, shape: BatchShape, trace: Trace, routed_pairs: Mapping[str, int]) -> bool:
         """Learn from one forward. Returns whether sizes were not as predicted."""
         sample: dict[str, Any] = {
             "at": [shape.batch_size, shape.sequence_length],
@@ -89,9 +89,9 @@ class Structure:
             self._learn(sample)
         is_news |= self._learn_infinities(trace)
         self.seen.add((shape.batch_size, shape.sequence_length))
-        for experts, num_rows in routed_rows.items():
-            rate = num_rows / max(shape.num_tokens, 1)
-            self.rows_per_token[experts] = max(rate, self.rows_per_token.get(experts, 0.0))
+        for experts, num_pairs in routed_pairs.items():
+            rate = num_pairs / max(shape.num_tokens, 1)
+            self.pairs_per_token[experts] = max(rate, self.pairs_per_token.get(experts, 0.0))
         self._time(shape, trace)
         return is_news
 
@@ -140,7 +140,7 @@ class Structure:
             "has_infinity": self._has_infinity if self.is_traced else [False] * len(self._values),
             "samples": self._samples,
             "seen": sorted(self.seen),
-            "rows_per_token": self.rows_per_token,
+            "pairs_per_token": self.pairs_per_token,
         }
 
     @classmethod
@@ -164,7 +164,7 @@ class Structure:
         structure._is_timed = bool(data["is_timed"])
         structure._has_infinity = [bool(has_infinity) for has_infinity in data["has_infinity"]]
         structure.seen = {(int(batch_size), int(length)) for batch_size, length in data["seen"]}
-        structure.rows_per_token = {name: float(rate) for name, rate in data["rows_per_token"].items()}
+        structure.pairs_per_token = {name: float(rate) for name, rate in data["pairs_per_token"].items()}
         by_call: list[list[Any]] = [structure._seconds_per_unit]
         by_value: list[list[Any]] = [structure._has_infinity]
         for sample in data["samples"]:

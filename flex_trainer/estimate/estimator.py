@@ -147,11 +147,11 @@ class Estimator:
             mesh,
             self.hardware,
             graph.routed_layers,
-            num_rows=graph.num_routed_rows,
+            num_rows=graph.num_routed_pairs,
             row_bytes=row_bytes,
             hidden_bytes=settings.batch_size * settings.sequence_length * row_bytes,
         )
-        buffers = exchange_bytes(graph.num_routed_rows, row_bytes, mesh, factor)
+        buffers = exchange_bytes(graph.num_routed_pairs, row_bytes, mesh, factor)
         return RankParts(stage, graph, self.weights_of(stage, mesh, settings), links, buffers)
 
 

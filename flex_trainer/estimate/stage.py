@@ -11,6 +11,7 @@ import torch
 from flex_trainer.activations.trace import CallTrace, Work
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment
 from flex_trainer.cost.hardware import Hardware
+from flex_trainer.cost.load import Load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.estimate.mesh import Stage
@@ -45,18 +46,14 @@ class StageGraph:
     seconds: tuple[SegmentSeconds, ...]
     """Of every segment."""
     routed_layers: frozenset[int]
-    num_routed_rows: int
-    """Rows (token, expert pairs) of a layer's experts."""
+    num_routed_pairs: int
+    """(Token, expert) pairs of a layer's experts."""
     flops: float
     """Of forward and backward."""
 
     def with_imbalance(self, factor: float) -> ActivationGraph:
         """The graph of a rank whose experts get `factor` times the mean number of rows, in every layer."""
-        graph = self.graph
-        if factor != 1.0:
-            for layer in self.routed_layers:
-                graph = graph.with_routed_rows(layer, factor)
-        return graph
+        return self.graph.with_loads(dict.fromkeys(self.routed_layers, Load(factor, factor)))
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class TracedStage:
     layers: tuple[TracedLayer, ...]
     outside: TracedLayer
     shared_bytes: tuple[int, ...]
-    num_routed_rows: int
+    num_routed_pairs: int
 
 
 def trace_stage(
@@ -112,7 +109,7 @@ def trace_stage(
             traced = symbolic.trace((), _inputs(skeleton, stage, batch_size, sequence_length))
     traced.set_seconds(lambda work: _forward_seconds(work, hardware, precision.matmul))
     profile = Profile()
-    profile.observe(shape, traced.trace, traced.routed_rows)
+    profile.observe(shape, traced.trace, traced.routed_pairs)
     graph = profile.graph(shape)
     calls_of: dict[int, list[CallTrace]] = {}
     for call in traced.trace.calls:
@@ -124,7 +121,7 @@ def trace_stage(
             segment,
             _segment_seconds(calls, hardware, precision.matmul),
             sum(call.work.flops + call.work.backward_flops for call in calls if call.work is not None),
-            any(call.site.name in traced.routed_rows for call in calls),
+            any(call.site.name in traced.routed_pairs for call in calls),
         )
 
     outside = layer(next((segment for segment in graph.segments if segment.layer < 0), Segment(-1, (), ())))
@@ -141,7 +138,7 @@ def trace_stage(
             flops=outside.flops + work.flops + work.backward_flops,
         ),
         shared_bytes=graph.shared_bytes,
-        num_routed_rows=max(traced.routed_rows.values(), default=0),
+        num_routed_pairs=max(traced.routed_pairs.values(), default=0),
     )
 
 
@@ -209,7 +206,7 @@ def expand(skeleton: Skeleton, stage: Stage, traced: TracedStage) -> StageGraph:
         graph=ActivationGraph(tuple(segments), traced.shared_bytes),
         seconds=tuple(part.seconds for part in parts),
         routed_layers=frozenset(routed),
-        num_routed_rows=traced.num_routed_rows,
+        num_routed_pairs=traced.num_routed_pairs,
         flops=sum(part.flops for part in parts),
     )
 

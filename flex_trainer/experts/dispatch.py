@@ -11,7 +11,6 @@ transformers' own `all_to_all` sends a copy of the token for each of its experts
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -20,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from flex_trainer.experts.exchange import combine, dispatch
+from flex_trainer.experts.autograd import combine, dispatch
 from flex_trainer.experts.layout import Layout, Outgoing
-from flex_trainer.experts.local import run_local_experts
-from flex_trainer.experts.operators import Operators, Plainly, Run
+from flex_trainer.experts.local import LocalExperts
+from flex_trainer.experts.operators import Operators, Run, UnmanagedOperators
 from flex_trainer.experts.transport import AllToAll, Transport
 
 _ATTRIBUTE = "_flex_ep"
@@ -40,8 +39,8 @@ class FlexEP(EPImplementation):
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self.operators: Operators = Plainly()
-        """Who manages the activations of this layer puts itself here."""
+        self.operators: Operators = UnmanagedOperators()
+        """Runs this layer's operators; an attached runtime puts its own here."""
         self.transport: Transport = AllToAll(ep_mesh.get_group())
         self._experts = experts
         self.num_ranks: int = ep_mesh.size()
@@ -60,24 +59,16 @@ class FlexEP(EPImplementation):
     def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         outgoing = Outgoing.of(top_k_index, self.num_local_experts, self.num_ranks)
         needs = hidden_states.requires_grad, top_k_weights.requires_grad
-        layout = Layout.of(outgoing, self.transport.exchange(outgoing.header(self.operators.wish(), needs)))
-        # Ranks may differ in that (images in the batch of one only), and have to exchange gradients alike.
+        header = outgoing.header(self.operators.replay_vote(), needs)
+        layout = Layout.of(outgoing, self.transport.exchange_counts(header))
+        # Ranks may differ in what needs gradients (only one has images, say), but all must exchange the same ones.
         hidden_states, top_k_weights = (
             tensor if not is_needed or tensor.requires_grad else tensor.detach().requires_grad_()
             for tensor, is_needed in zip((hidden_states, top_k_weights), layout.needs_gradients, strict=True)
         )
         run = self.operators.begin(layout)
-        return run_layer(
-            self._experts,
-            self.experts_forward,
-            self._first_expert,
-            self.transport,
-            layout,
-            run,
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-        )
+        local = LocalExperts(self._experts, self.experts_forward, self._first_expert)
+        return run_layer(local, self.transport, layout, run, hidden_states, top_k_index, top_k_weights)
 
     def _share(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's share of the rows that its tensor-parallel group holds."""
@@ -92,9 +83,7 @@ class FlexEP(EPImplementation):
 
 
 def run_layer(
-    experts: nn.Module,
-    forward: Callable[..., torch.Tensor],
-    first_expert: int,
+    local: LocalExperts,
     transport: Transport,
     layout: Layout,
     run: Run,
@@ -102,32 +91,32 @@ def run_layer(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Everything of a layer's experts that comes after the exchange of counts. See FlexEP and `run_local_experts`."""
-    local_experts = functools.partial(run_local_experts, experts, forward, first_expert, layout, run)
+    """Everything of a layer's experts that comes after the exchange of counts. See FlexEP."""
+    local_experts = functools.partial(local.run, layout, run)
 
-    def parallel(
+    def ep_block(
         hidden_states: torch.Tensor, top_k_weights: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
         send = functools.partial(dispatch, transport, layout)
         return run("experts", local_experts, *run("dispatch", send, hidden_states, top_k_weights, ids), offsets)
 
     # Routing data are handed on as arguments, so that the engine knows that they were made before.
-    rows = run("parallel", parallel, hidden_states, top_k_weights, top_k_index, layout.offsets)
+    rows = run("ep_block", ep_block, hidden_states, top_k_weights, top_k_index, layout.offsets)
     return run("combine", functools.partial(combine, transport, layout), rows)
 
 
-class Dispatching(Protocol):
+class Dispatcher(Protocol):
     """How an experts module gets its tokens: a FlexEP, or what stands in for one."""
 
     operators: Operators
     num_ranks: int
 
 
-def attach_to(experts: nn.Module, how: Dispatching) -> None:
-    """Have `dispatching_of` find it."""
-    vars(experts)[_ATTRIBUTE] = how
+def attach_to(experts: nn.Module, dispatcher: Dispatcher) -> None:
+    """Have `dispatcher_of` find it."""
+    vars(experts)[_ATTRIBUTE] = dispatcher
 
 
-def dispatching_of(module: nn.Module) -> Dispatching | None:
+def dispatcher_of(module: nn.Module) -> Dispatcher | None:
     """How a module's tokens come to it; None where its experts are all here, or get their tokens in another way."""
     return vars(module).get(_ATTRIBUTE)

@@ -1,8 +1,8 @@
 """The two grouped products of an experts module and the activation between them, on rows sorted by expert.
 
-    up           (S, D) -> (S, 2 I), or (S, I) without a gate
-    activation   act(gate) * up: (S, I)
-    down         (S, I) -> (S, D)
+    up           (P, D) -> (P, 2 I), or (P, I) without a gate
+    activation   act(gate) * up: (P, I)
+    down         (P, I) -> (P, D)
 
 The arithmetic is that of transformers' `grouped_mm` implementation.
 """
@@ -18,7 +18,7 @@ from flex_trainer.compat import grouped_linear
 
 
 class GroupedProducts:
-    """Reads the weights anew at every call: a replay may come when the module holds others of the same values.
+    """Reads the weights at every call and keeps none: by the time of a replay FSDP2 may have gathered them again.
 
     Args:
         experts: a module of a class that `use_experts_implementation` decorates.

@@ -12,13 +12,13 @@ import torch
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReplayVote:
     """What a rank says of replaying this layer's dispatch in backward, before it knows what it will receive."""
 
-    wants: bool = False
-    """It has planned to, if all do."""
-    would: bool = False
-    """It would rather, the next time."""
+    is_planned: bool = False
+    """Its plan replays the dispatch, if all ranks do."""
+    is_acceptable: bool = False
+    """It would agree, had it planned for it."""
 
 
 _NUM_FACTS = 6
@@ -54,12 +54,13 @@ class Outgoing:
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         return cls(experts, goes_to.view(num_ranks, num_tokens), counts.view(num_ranks, num_local_experts))
 
-    def header(self, wish: Wish, needs: tuple[bool, bool] = (True, True)) -> torch.Tensor:
+    def header(self, vote: ReplayVote, needs: tuple[bool, bool] = (True, True)) -> torch.Tensor:
         """What every rank is told before the rows: (R, E/R + 6), int64; pairs by expert, rows, the pairs of this rank's
-        tokens with all experts, the two wishes, and whether tokens and weights need gradients."""
+        tokens with all experts, the two parts of the vote, and whether tokens and weights need gradients."""
         num_rows = self.goes_to.sum(dim=1, dtype=torch.int64)
         # Filled on the device: a tensor of numbers from the host would be waited for.
-        facts = [torch.full_like(num_rows, int(n)) for n in (self.top_k_index.numel(), wish.wants, wish.would, *needs)]
+        numbers = (self.top_k_index.numel(), vote.is_planned, vote.is_acceptable, *needs)
+        facts = [torch.full_like(num_rows, int(number)) for number in numbers]
         return torch.cat([self.expert_counts, torch.stack([num_rows, *facts], dim=1)], dim=1)
 
 
@@ -88,8 +89,8 @@ class Layout:
     offsets: torch.Tensor
     """(E/R,), int32: where each expert's pairs end, sorted by expert."""
     is_replay_agreed: bool
-    """All ranks want the dispatch to be replayed in backward."""
-    would_all_replay: bool
+    """All ranks have planned to replay the dispatch in backward."""
+    is_replay_acceptable: bool
     """All would have agreed, had they planned for it."""
     needs_gradients: tuple[bool, bool]
     """Whether tokens, and weights, need gradients on any rank: then they are exchanged, on all."""
@@ -119,7 +120,7 @@ class Layout:
             expert_counts=top_k_index.new_zeros(num_local_experts, dtype=torch.int64),
             offsets=top_k_index.new_zeros(num_local_experts, dtype=torch.int32),
             is_replay_agreed=False,
-            would_all_replay=False,
+            is_replay_acceptable=False,
             needs_gradients=(False, False),
         )
 
@@ -136,7 +137,7 @@ class Layout:
         summary = torch.cat([facts.reshape(-1), expert_counts.sum().unsqueeze(0)]).tolist()
         num_pairs = summary.pop()
         columns = (tuple(summary[column :: 1 + _NUM_FACTS]) for column in range(1 + _NUM_FACTS))
-        sent, received, pairs, wants, would, *needs = columns
+        sent, received, pairs, is_planned, is_acceptable, *needs = columns
         sent_tokens = torch.nonzero_static(outgoing.goes_to, size=sum(sent))[:, 1]
         return cls(
             num_tokens=outgoing.goes_to.size(1),
@@ -149,7 +150,7 @@ class Layout:
             sent_tokens=sent_tokens,
             expert_counts=expert_counts,
             offsets=torch.cumsum(expert_counts, dim=0, dtype=torch.int32),
-            is_replay_agreed=all(wants),
-            would_all_replay=all(map(max, wants, would)),
+            is_replay_agreed=all(is_planned),
+            is_replay_acceptable=all(map(max, is_planned, is_acceptable)),
             needs_gradients=(any(needs[0]), any(needs[1])),
         )

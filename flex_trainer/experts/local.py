@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,39 +22,46 @@ from flex_trainer.experts.layout import Layout
 from flex_trainer.experts.operators import Run
 
 
-def run_local_experts(
-    experts: Any,
-    forward: Callable[..., torch.Tensor],
-    first_expert: int,
-    layout: Layout,
-    run: Run,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: torch.Tensor,
-) -> torch.Tensor:
-    """The weighted sum, over each row's experts on this rank, of what they make of it: (M, D).
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts of one layer that are on this rank."""
 
-    Args:
-        experts: the experts module, with this rank's share of the weights.
-        forward: its own forward, for implementations that are not cut into operators.
-        first_expert: global id of this rank's first expert.
-        run: runs each operator.
-        rows: (M, D).
-        weights: (M, K).
-        ids: (M, K), global ids; those of other ranks' experts are passed over.
-        offsets: (E/R,), where each expert's pairs end.
-    """
-    permute = functools.partial(_permute, first_expert, layout)
-    inputs, pairs = run("permute", permute, rows, weights, ids)
-    if experts.config._experts_implementation == "grouped_mm":
-        products = GroupedProducts(experts)
-        hidden = run("up", products.up, inputs, offsets, pairs.experts)
-        hidden = run("activation", products.activation, hidden)
-        outputs = run("down", products.down, hidden, offsets, pairs.experts)
-    else:
-        outputs = run("product", _whole_product(experts, forward), inputs, pairs.experts)
-    return run("unpermute", _unpermute, outputs, pairs.weights, pairs.rows, rows.size(0))
+    module: Any
+    """The experts module, with this rank's share of the weights."""
+    forward: Callable[..., torch.Tensor]
+    """Its own forward, for implementations that are not cut into operators."""
+    first_expert: int
+    """Global id of this rank's first expert."""
+
+    def run(
+        self,
+        layout: Layout,
+        run: Run,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> torch.Tensor:
+        """The weighted sum, over each row's experts on this rank, of what they make of it: (M, D).
+
+        Args:
+            layout: what has been received.
+            run: runs each operator.
+            rows: (M, D).
+            weights: (M, K).
+            ids: (M, K), global ids; those of other ranks' experts are passed over.
+            offsets: (E/R,), where each expert's pairs end.
+        """
+        permute = functools.partial(_permute, self.first_expert, layout)
+        inputs, pairs = run("permute", permute, rows, weights, ids)
+        if self.module.config._experts_implementation == "grouped_mm":
+            products = GroupedProducts(self.module)
+            hidden = run("up", products.up, inputs, offsets, pairs.experts)
+            hidden = run("activation", products.activation, hidden)
+            outputs = run("down", products.down, hidden, offsets, pairs.experts)
+        else:
+            outputs = run("product", _whole_product(self.module, self.forward), inputs, pairs.experts)
+        return run("unpermute", _unpermute, outputs, pairs.weights, pairs.rows, rows.size(0))
 
 
 class _Pairs(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from flex_trainer.experts.layout import Layout, Wish
+from flex_trainer.experts.layout import Layout, ReplayVote
 
 
 class Run(Protocol):
@@ -17,14 +17,14 @@ class Run(Protocol):
 class Operators(Protocol):
     """What happens around the operators of one layer's experts on several ranks.
 
-    exchange       counts and wishes to all ranks; the layout is known
-    parallel       block of the next two; replayed as a whole only where all ranks want it
+    exchange       counts and votes to all ranks; the layout is known
+    ep_block       block of the next two; replayed as a whole only where all ranks have planned it
         dispatch   rows (M, D) from all ranks
         experts    block: this rank's experts on them (permute, up, activation, down, unpermute)
     combine        rows back, and their sum per token (N, D)
     """
 
-    def wish(self) -> Wish:
+    def replay_vote(self) -> ReplayVote:
         """What to tell the other ranks together with the counts."""
         ...
 
@@ -33,11 +33,11 @@ class Operators(Protocol):
         ...
 
 
-class Plainly:
+class UnmanagedOperators:
     """Nobody is between the operators."""
 
-    def wish(self) -> Wish:
-        return Wish()
+    def replay_vote(self) -> ReplayVote:
+        return ReplayVote()
 
     def begin(self, layout: Layout) -> Run:
         return run_plainly

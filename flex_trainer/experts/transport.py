@@ -19,7 +19,7 @@ from flex_trainer.experts.layout import Layout
 class Transport(Protocol):
     """Moves rows; knows nothing of gradients. All ranks of the group call the same methods in the same order."""
 
-    def exchange(self, header: torch.Tensor) -> torch.Tensor:
+    def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
         """Row r of the (R, C) integers to rank r; returns what every rank had for this one, (R, C)."""
         ...
 
@@ -50,7 +50,7 @@ class AllToAll:
         self.waiting: Waiting = WaitHere()
         """Where another micro-batch can run."""
 
-    def exchange(self, header: torch.Tensor) -> torch.Tensor:
+    def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(header)
         self.waiting.wait([_started(dist.all_to_all_single(received, header, group=self._group, async_op=True))])
         return received

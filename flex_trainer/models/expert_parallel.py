@@ -8,14 +8,12 @@ from dataclasses import replace
 from torch import nn
 
 from flex_trainer.activations.context import current_scope
-from flex_trainer.cost.expected import exchange_block
-from flex_trainer.experts.layout import Layout, Wish
+from flex_trainer.cost.expected import ep_block
+from flex_trainer.experts.layout import Layout, ReplayVote
 from flex_trainer.experts.operators import Run
-from flex_trainer.models.experts import run_in_scope
+from flex_trainer.models.experts import part_sites, run_in_scope
 from flex_trainer.models.routing import Routing, RoutingListener
-from flex_trainer.strategy import Site
-
-_EXPERTS_PARTS = ("permute", "up", "activation", "down", "product", "unpermute")
+from flex_trainer.strategy import EP_COMBINE, EP_DISPATCH, Site
 
 
 class ManagedOperators:
@@ -32,23 +30,20 @@ class ManagedOperators:
         # What a replay cannot take back: writes into buffers.
         is_replayable = experts.is_replayable and not any(True for _ in module.buffers())
         self._experts = replace(experts, is_replayable=is_replayable)
-        self._block = exchange_block(self._experts)
+        self._block = ep_block(self._experts)
         # A collective by itself is never replayed: no rank can know what the others do with theirs.
         self._sites = {
-            "parallel": self._block,
-            "dispatch": Site(f"{experts.name}.dispatch", "ep_dispatch", experts.layer, is_replayable=False),
+            "ep_block": self._block,
+            "dispatch": Site(f"{experts.name}.dispatch", EP_DISPATCH, experts.layer, is_replayable=False),
             "experts": self._experts,
-            "combine": Site(f"{experts.name}.combine", "ep_combine", experts.layer, is_replayable=False),
+            "combine": Site(f"{experts.name}.combine", EP_COMBINE, experts.layer, is_replayable=False),
         }
-        for part in _EXPERTS_PARTS:
-            self._sites[part] = Site(
-                f"{experts.name}.{part}", f"expert_{part}", experts.layer, is_replayable=is_replayable
-            )
+        self._sites |= part_sites(experts, is_replayable=is_replayable)
 
-    def wish(self) -> Wish:
-        return Wish() if current_scope() is None else self._listener.wish(self._block, self._experts)
+    def replay_vote(self) -> ReplayVote:
+        return ReplayVote() if current_scope() is None else self._listener.replay_vote(self._block, self._experts)
 
     def begin(self, layout: Layout) -> Run:
         if current_scope() is not None:
-            self._listener.on_routed(self._experts, Routing.arrived(layout))
+            self._listener.on_routed(self._experts, Routing.exchanged(layout))
         return functools.partial(run_in_scope, self._sites)

@@ -2,11 +2,11 @@
 
 Between the router and the sum over experts lie five operators, each with a strategy of its own:
 
-    permute      rows sorted by expert:            (N, D) -> (S, D), S = N x top-k
-    up           grouped product with gate and up: (S, D) -> (S, 2I)
-    activation   act(gate) * up:                   (S, 2I) -> (S, I)      the cheap one: recompute frees 2-3 tensors
-    down         grouped product:                  (S, I) -> (S, D)
-    unpermute    weight, restore order, sum:       (S, D) -> (N, D)
+    permute      rows sorted by expert:            (N, D) -> (P, D), P = N x top-k
+    up           grouped product with gate and up: (P, D) -> (P, 2I)
+    activation   act(gate) * up:                   (P, 2I) -> (P, I)      the cheap one: recompute frees 2-3 tensors
+    down         grouped product:                  (P, I) -> (P, D)
+    unpermute    weight, restore order, sum:       (P, D) -> (N, D)
 
 The arithmetic and its order are those of transformers' `grouped_mm`, so that losses and gradients are equal bit for
 bit; the sort and the counts are routing data, computed once and kept.
@@ -24,12 +24,16 @@ from flex_trainer.experts.grouped import GroupedProducts
 from flex_trainer.experts.operators import Run
 from flex_trainer.strategy import Site
 
-PARTS = ("permute", "up", "activation", "down", "unpermute")
+_PARTS = ("permute", "up", "activation", "down", "product", "unpermute")
+"""Of experts that are not cut into products, `product` is all of them."""
 
 
-def part_sites(block: Site) -> dict[str, Site]:
+def part_sites(block: Site, *, is_replayable: bool = True) -> dict[str, Site]:
     """The operators inside one experts block, by name."""
-    return {part: Site(f"{block.name}.{part}", f"expert_{part}", block.layer) for part in PARTS}
+    return {
+        part: Site(f"{block.name}.{part}", f"expert_{part}", block.layer, is_replayable=is_replayable)
+        for part in _PARTS
+    }
 
 
 def run_in_scope(sites: Mapping[str, Site], name: str, function: Callable[..., Any], *args: Any) -> Any:

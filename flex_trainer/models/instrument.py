@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.scope import Scope
-from flex_trainer.experts.dispatch import dispatching_of
+from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
 from flex_trainer.models.expert_parallel import ManagedOperators
 from flex_trainer.models.experts import part_sites, run_in_scope, split_experts_forward
@@ -49,10 +49,10 @@ class Instrumentation:
 
     def _install(self, model: nn.Module, model_map: ModelMap, listener: RoutingListener) -> None:
         for operator in model_map.operators:
-            dispatching = dispatching_of(operator.module)
-            if dispatching is not None:
+            dispatcher = dispatcher_of(operator.module)
+            if dispatcher is not None:
                 managed = ManagedOperators(operator.module, operator.site, listener)
-                self._undo.append(replace_attribute(dispatching, "operators", managed))
+                self._undo.append(replace_attribute(dispatcher, "operators", managed))
             elif operator.site.kind == "experts":
                 self._replace_forward(operator.module, self._experts_forward(operator, listener))
             else:
@@ -65,7 +65,7 @@ class Instrumentation:
         expert_sites = {
             operator.module: part_sites(operator.site)
             for operator in model_map.experts
-            if dispatching_of(operator.module) is None
+            if dispatcher_of(operator.module) is None
         }
         self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
         self._wrap_loss(model)
@@ -88,7 +88,7 @@ class Instrumentation:
                     # Another dispatch than ours gets ids of all ranks' experts here, and tells nothing of what comes.
                     is_spread = bool(getattr(module, "_is_expert_parallel", False))
                     num_experts = 0 if is_spread else int(getattr(module, "num_experts", 0) or 0)
-                    listener.on_routed(site, Routing.here(top_k_index, num_experts))
+                    listener.on_routed(site, Routing.local(top_k_index, num_experts))
                 # Backward may come after `remove`, and a replay has to take the very steps of this run.
                 function = functools.partial(_REGISTRIES.run_split, module, sites, original)
                 return module_site.run(scope, function, args, kwargs)

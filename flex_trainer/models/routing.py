@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from flex_trainer.cost.load import Load
-from flex_trainer.experts.layout import Layout, Wish
+from flex_trainer.experts.layout import Layout, ReplayVote
 from flex_trainer.strategy import Site
 
 
@@ -25,13 +25,13 @@ class Routing:
     """Of an expert, over all ranks; None: the mean of `count`."""
     load: Load | None = None
     """Relative to an even spread over ranks, where experts are on several."""
-    crowd: float = 1.0
+    tokens_ratio: float = 1.0
     """Tokens of the mean rank over those of this one."""
     is_replay_agreed: bool = False
-    would_all_replay: bool = False
+    is_replay_acceptable: bool = False
 
     @classmethod
-    def here(cls, top_k_index: torch.Tensor, num_experts: int) -> Routing:
+    def local(cls, top_k_index: torch.Tensor, num_experts: int) -> Routing:
         """All experts are on this rank, or the others' are masked.
 
         Args:
@@ -50,7 +50,7 @@ class Routing:
         return cls(top_k_index.numel(), count)
 
     @classmethod
-    def arrived(cls, layout: Layout) -> Routing:
+    def exchanged(cls, layout: Layout) -> Routing:
         """Tokens have come from other ranks, or will."""
         num_ranks = len(layout.received_sizes)
         own_pairs = max(layout.num_tokens * layout.num_top_k, 1)
@@ -59,17 +59,17 @@ class Routing:
             layout.num_pairs,
             lambda: layout.expert_counts,
             mean_tokens=layout.num_all_pairs / (layout.num_local_experts * num_ranks),
-            crowd=layout.num_all_pairs / num_ranks / own_pairs,
+            tokens_ratio=layout.num_all_pairs / num_ranks / own_pairs,
             load=Load(layout.num_pairs / own_pairs, layout.num_received / most_rows),
             is_replay_agreed=layout.is_replay_agreed,
-            would_all_replay=layout.would_all_replay,
+            is_replay_acceptable=layout.is_replay_acceptable,
         )
 
 
 class RoutingListener(Protocol):
     """Hears of every layer's routing before its experts run."""
 
-    def wish(self, block: Site, experts: Site) -> Wish:
+    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
         """What to tell the other ranks of this layer.
 
         Args:
@@ -84,8 +84,8 @@ class RoutingListener(Protocol):
 class NoListener:
     """Nobody wants to hear."""
 
-    def wish(self, block: Site, experts: Site) -> Wish:
-        return Wish()
+    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
+        return ReplayVote()
 
     def on_routed(self, experts: Site, routing: Routing) -> None:
         pass

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from flex_trainer.activations.identity import local_part
 from flex_trainer.errors import UserError
-from flex_trainer.experts.dispatch import dispatching_of
+from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
 
 
@@ -47,9 +47,9 @@ def refuse_unmanaged(model: nn.Module) -> None:
             )
 
 
-def original_class(model: nn.Module) -> type:
-    """The model's class: FSDP2 gives it another one, with a name of its own."""
-    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+def original_class(module: nn.Module | FSDPModule) -> type:
+    """A module's own class: FSDP2 gives its units another one, with a name of its own."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def units_of(model: nn.Module) -> list[FSDPModule]:
@@ -158,20 +158,19 @@ class Units:
 
 
 def without_replayed_collectives(model_map: ModelMap) -> ModelMap:
-    """The same operators; those whose replay would run a collective are not replayable: units inside of them would be
-    gathered, or tokens exchanged by an expert-parallel implementation that does not agree on it with the other ranks.
-    """
+    """The same operators, where none is replayable whose replay would run a collective: gather a unit inside of it, or
+    exchange tokens through an implementation that does not ask the other ranks."""
     return ModelMap(
-        operators=tuple(map(_if_local, model_map.operators)),
-        layers=tuple(map(_if_local, model_map.layers)),
-        experts=tuple(map(_if_local, model_map.experts)),
+        operators=tuple(map(_without_collective, model_map.operators)),
+        layers=tuple(map(_without_collective, model_map.layers)),
+        experts=tuple(map(_without_collective, model_map.experts)),
     )
 
 
-def _if_local(operator: Operator) -> Operator:
+def _without_collective(operator: Operator) -> Operator:
     module = operator.module
     has_inner_unit = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
-    is_foreign = bool(getattr(module, "_is_expert_parallel", False)) and dispatching_of(module) is None
+    is_foreign = bool(getattr(module, "_is_expert_parallel", False)) and dispatcher_of(module) is None
     if not has_inner_unit and not is_foreign:
         return operator
     return Operator(module, replace(operator.site, is_replayable=False))

@@ -28,7 +28,7 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.activations.trace import Trace, Work
 from flex_trainer.activations.values import Packed
 from flex_trainer.compat import as_if_real
-from flex_trainer.experts.layout import Wish
+from flex_trainer.experts.layout import ReplayVote
 from flex_trainer.models.discovery import ModelMap, discover
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.models.routing import Routing
@@ -50,7 +50,7 @@ class SymbolicForward:
     """Every call with its `work`; times are zero."""
     outside: Work
     """What is done outside of all operators."""
-    routed_rows: Mapping[str, int]
+    routed_pairs: Mapping[str, int]
     """Rows (token, expert pairs) of each experts block, by site name."""
     held_bytes: int
     """Saved bytes at the end of forward, everything kept."""
@@ -201,7 +201,7 @@ class _Run:
         self._twin = twin
         self._ledger = Ledger()
         self._outside = Work()
-        self._routed_rows: dict[str, int] = {}
+        self._routed_pairs: dict[str, int] = {}
         self._is_backward = False
         self.counter = OperationCounter(
             lambda: self.work, lambda: self._is_backward, lambda: self._ledger.held_bytes, has_padding
@@ -225,11 +225,11 @@ class _Run:
             call.work = Work()
         return call.work
 
-    def wish(self, block: Site, experts: Site) -> Wish:
-        return Wish()
+    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
+        return ReplayVote()
 
     def on_routed(self, experts: Site, routing: Routing) -> None:
-        self._routed_rows[experts.name] = routing.num_pairs
+        self._routed_pairs[experts.name] = routing.num_pairs
 
     def forward_and_backward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], with_backward: bool
@@ -253,7 +253,7 @@ class _Run:
         trace.is_symbolic = True
         for call in trace.calls:
             call.work = call.work or Work()
-        return SymbolicForward(trace, self._outside, self._routed_rows, held_bytes)
+        return SymbolicForward(trace, self._outside, self._routed_pairs, held_bytes)
 
 
 def _loss(output: Any) -> torch.Tensor:

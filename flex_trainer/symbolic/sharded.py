@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers.distributed.utils import TransformersDeviceMesh
 
-from flex_trainer.experts.dispatch import FlexEP, dispatching_of
-from flex_trainer.experts.imagined import ImaginedEP
+from flex_trainer.experts.dispatch import FlexEP, dispatcher_of
+from flex_trainer.experts.fake import FakeEP
+from flex_trainer.models.sharding import original_class, units_of
 from flex_trainer.symbolic.counter import NotSymbolic
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
@@ -23,33 +24,32 @@ _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks",
 @contextmanager
 def without_sharding(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
     """For a deep copy of `model` with `memo`: units of FSDP2 become modules of their own class, without its hooks, and
-    dispatches between ranks become imagined ones.
+    dispatches between ranks become fakes.
 
     Raises:
-        NotSymbolic: experts that get their tokens from other ranks in a way that cannot be imagined.
+        NotSymbolic: experts that get their tokens from other ranks in a way that has no fake.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    dispatching = {module: how for module in model.modules() if isinstance(how := dispatching_of(module), FlexEP)}
+    units = units_of(model)
+    dispatchers = {module: one for module in model.modules() if isinstance(one := dispatcher_of(module), FlexEP)}
     for module in model.modules():
-        if getattr(module, "_is_expert_parallel", False) and module not in dispatching:
+        if getattr(module, "_is_expert_parallel", False) and module not in dispatchers:
             raise NotSymbolic("experts on other ranks are reached by another implementation than 'flex'")
-    for how in dispatching.values():
-        memo[id(how)] = None
+    for dispatcher in dispatchers.values():
+        memo[id(dispatcher)] = None
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, (DeviceMesh, TransformersDeviceMesh)):
                 memo[id(value)] = value
     for unit in units:
-        own_class = type(unit).__mro__[type(unit)._orig_cls_mro_index]
-        memo[id(unit)] = object.__new__(own_class)
+        memo[id(unit)] = object.__new__(original_class(unit))
     yield
     for unit in units:
         vars(memo[id(unit)]).update(copy.deepcopy(_state(unit), memo))
-    for module, how in dispatching.items():
-        ImaginedEP(memo[id(module)], how)
+    for module, dispatcher in dispatchers.items():
+        FakeEP(memo[id(module)], dispatcher)
 
 
-def _state(unit: nn.Module) -> dict[str, Any]:
+def _state(unit: FSDPModule) -> dict[str, Any]:
     """What a unit would hold if it were none."""
     state = {name: value for name, value in vars(unit).items() if name not in (STATE_KEY, REGISTRY_KEY)}
     for name in _HOOK_TABLES:

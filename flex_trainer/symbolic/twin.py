@@ -29,10 +29,10 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
     stay (PEFT makes embeddings require gradients that way, transformers collects router logits).
 
     Of a sharded model, the copy is what one rank computes with: weights gathered, its own experts, tokens of all ranks
-    spread evenly over them (experts/imagined.py).
+    spread evenly over them (experts/fake.py).
 
     Raises:
-        NotSymbolic: experts that get their tokens from other ranks in a way that cannot be imagined.
+        NotSymbolic: experts that get their tokens from other ranks in a way that has no fake.
     """
     memo: dict[int, Any] = {}
     with mode:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -10,8 +12,25 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.micro_batch import MicroBatch
 from flex_trainer.runtime import FlexRuntime
+from flex_trainer.strategy import Site, Strategy
 
 _AMPLE_LIMIT = "20GiB"
+_EXACT = (Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD)
+
+
+class MixedChoices:
+    """One of the exact strategies for each operator, drawn by its name: the same at every call.
+
+    Args:
+        seed: another one draws others; the rank, for choices that differ between ranks.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def strategy(self, site: Site) -> Strategy:
+        drawn = _EXACT[zlib.crc32(f"{self._seed}:{site.name}".encode()) % len(_EXACT)]
+        return drawn if site.allows(drawn) else Strategy.KEEP
 
 
 class ForcedRuntime(FlexRuntime):

@@ -102,9 +102,10 @@ class RankPool:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",
+            "CUDA_VISIBLE_DEVICES": "",  # gloo ranks compute on the CPU: as many as are asked for, on any machine
         }
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)  # a spawned process has them before it imports anything
@@ -145,7 +146,8 @@ class RankPool:
         self.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -12,6 +12,7 @@ import torch
 from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace, Work
 from flex_trainer.cost.evaluate import evaluate
+from flex_trainer.cost.load import Load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.shape import BatchShape
@@ -182,18 +183,18 @@ def test_times_are_smoothed_and_scale_with_the_work() -> None:
 
 def test_rows_are_the_most_seen_for_each_token() -> None:
     profile = observed((2, 20), (3, 31))
-    assert profile.rows(shape(2, 50), EXPERTS.name) == 200
+    assert profile.pairs(shape(2, 50), EXPERTS.name) == 200
     profile.observe(shape(2, 20), trace(2, 20), {EXPERTS.name: 3 * 40})
-    assert profile.rows(shape(2, 50), EXPERTS.name) == 300
+    assert profile.pairs(shape(2, 50), EXPERTS.name) == 300
     profile.observe(shape(2, 20), trace(2, 20), {EXPERTS.name: 40})
-    assert profile.rows(shape(2, 50), EXPERTS.name) == 300
-    assert profile.rows(shape(2, 50), "another") is None
-    assert profile.rows(shape(2, 50, kind="another"), EXPERTS.name) is None
+    assert profile.pairs(shape(2, 50), EXPERTS.name) == 300
+    assert profile.pairs(shape(2, 50), "another") is None
+    assert profile.pairs(shape(2, 50, kind="another"), EXPERTS.name) is None
 
 
 def test_more_routed_rows_make_the_experts_values_larger_and_nothing_else() -> None:
     graph = observed((2, 20)).graph(shape(2, 20))
-    layer, scaled = graph.segments[0], graph.with_routed_rows(0, 1.5).segments[0]
+    layer, scaled = graph.segments[0], graph.with_loads({0: Load(1.5, 1.5)}).segments[0]
     for operator, before, after in ((v.owner, v, w) for v, w in zip(layer.values, scaled.values, strict=True)):
         factor = 1.5 if operator >= 0 and layer.operators[operator].site.kind.startswith("expert") else 1
         assert after.num_bytes == before.num_bytes * factor
@@ -201,7 +202,7 @@ def test_more_routed_rows_make_the_experts_values_larger_and_nothing_else() -> N
     assert scaled_up.seconds == pytest.approx(1.5 * up.seconds)
     assert scaled_up.output_bytes == 1.5 * up.output_bytes
     assert scaled.operators[1] == layer.operators[1]
-    assert graph.with_routed_rows(1, 2.0) == graph
+    assert graph.with_loads({1: Load(2.0, 2.0)}) == graph
 
 
 # The file
@@ -215,7 +216,7 @@ def test_file_keeps_everything(tmp_path: Path) -> None:
     for b, s in ((2, 20), (7, 90), (1, 20)):
         assert loaded.knows(shape(b, s)) == profile.knows(shape(b, s))
         assert loaded.graph(shape(b, s)) == profile.graph(shape(b, s))
-        assert loaded.rows(shape(b, s), EXPERTS.name) == profile.rows(shape(b, s), EXPERTS.name)
+        assert loaded.pairs(shape(b, s), EXPERTS.name) == profile.pairs(shape(b, s), EXPERTS.name)
     loaded.observe(shape(2, 20), trace(2, 20), {})
     assert sum(len(known) for known in loaded._structures.values()) == 2  # recognised, not learnt again
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]

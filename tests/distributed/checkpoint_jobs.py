@@ -28,9 +28,12 @@ from flex_trainer.checkpoint.placement import is_one_block
 from flex_trainer.checkpoint.sharded import load_model, save_sharded
 from flex_trainer.distribute import distribute
 from flex_trainer.errors import UserError
+from flex_trainer.testing.forced import whole
 from flex_trainer.testing.tiny import tiny_model
 
+JOBS = "tests.distributed.checkpoint_jobs:"
 NUM_EXPERTS = 8
+EP2 = {"fsdp_size": 2, "ep_size": 2}
 
 
 class CheckpointTrainer(CheckpointMixin, Trainer):
@@ -58,6 +61,26 @@ class Run:
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     own_experts: dict[str, torch.Tensor] = field(default_factory=dict)
     """Expert parameters as they lie on this rank."""
+
+
+def assert_same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Bit for bit, by name."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not different, different
+
+
+def assert_same_state(run: Run, other: Run) -> None:
+    """Weights and what the optimizer keeps of them."""
+    assert_same_tensors(run.parameters, other.parameters)
+    assert_same_tensors(run.moments, other.moments)
+
+
+def assert_same_run(run: Run, other: Run) -> None:
+    """Every step, and the state at the end."""
+    assert run.losses == other.losses, (run.losses, other.losses)
+    assert run.grad_norms == other.grad_norms, (run.grad_norms, other.grad_norms)
+    assert_same_state(run, other)
 
 
 def save_tiny(directory: Path, architecture: str = "deepseek_v3", **overrides: Any) -> None:
@@ -131,11 +154,11 @@ def summarize(trainer: Trainer) -> Run:
         grad_norms=[row["grad_norm"] for row in history if "grad_norm" in row],
     )
     for name, parameter in model.named_parameters():
-        run.parameters[name] = _whole(parameter)
+        run.parameters[name] = whole(parameter)
         if ".experts." in name:
             run.own_experts[name] = _own(parameter)
         for key, value in optimizer.state[parameter].items():
-            run.moments[f"{name}/{key}"] = _whole(value)
+            run.moments[f"{name}/{key}"] = whole(value)
     return run
 
 
@@ -143,11 +166,6 @@ def _dataset(size: int) -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(3, 200, (size, 12), generator=generator).tolist()
     return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,7 +287,7 @@ def train_adapters(
     trainer = make_trainer(model, output, max_steps=max_steps)
     trainer.train(resume_from_checkpoint=resume)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return losses, {name: _whole(p) for name, p in model.named_parameters() if p.requires_grad}
+    return losses, {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def resume_weights(start: Path, checkpoint: Path, output: Path, sizes: Mapping[str, Any]) -> Run | str:

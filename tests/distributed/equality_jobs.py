@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from flex_trainer.strategy import Site, Strategy
-from flex_trainer.testing.forced import ForcedRuntime
+from flex_trainer.activations.scope import Choices
+from flex_trainer.planner.plan import Uniform
+from flex_trainer.strategy import EP_BLOCK, Site, Strategy
+from flex_trainer.testing.forced import ForcedRuntime, MixedChoices
 from tests.distributed.models import all_ids, gradients_of, mean_over_ranks, my_part, skew, spread_model
 
 STRATEGIES = ("keep", "recompute", "offload", "quantize", "mixed", "differs_by_rank", "replayed_dispatch")
 
 
 class Forced:
-    """The same strategy everywhere it is allowed; "mixed": one by the site's name; "differs_by_rank": also by rank."""
+    """The same strategy everywhere it is allowed; "mixed": one by the site's name; "differs_by_rank": also by rank.
+    Dispatches are replayed under "replayed_dispatch" alone: then everything is recomputed.
+
+    Args:
+        name: of STRATEGIES.
+    """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self.replays_dispatch = name == "replayed_dispatch"
+        self._replays_dispatch = name == "replayed_dispatch"
+        self._choices: Choices
+        if name in ("mixed", "differs_by_rank"):
+            self._choices = MixedChoices(dist.get_rank() if name == "differs_by_rank" else 0)
+        else:
+            self._choices = Uniform(Strategy("recompute" if self._replays_dispatch else name))
 
     def strategy(self, site: Site) -> Strategy:
-        if site.kind == "ep_block":
-            return Strategy.RECOMPUTE if self.replays_dispatch else Strategy.KEEP
-        name = self._name
-        if name in ("mixed", "differs_by_rank"):
-            rank = dist.get_rank() if name == "differs_by_rank" else 0
-            number = zlib.crc32(f"{site.name} {rank}".encode())
-            name = ("recompute", "offload", "keep")[number % 3]
-        strategy = Strategy("recompute" if self.replays_dispatch else name)
-        return strategy if site.allows(strategy) else Strategy.KEEP
+        if site.kind == EP_BLOCK:
+            return Strategy.RECOMPUTE if self._replays_dispatch else Strategy.KEEP
+        return self._choices.strategy(site)
 
 
 def steps(

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from flex_trainer import FlexConfig, FlexPlugin
-from flex_trainer.testing.forced import ForcedRuntime, whole
+from flex_trainer.testing.forced import ForcedRuntime
 from tests.distributed.models import all_ids, gradients_of, my_part, spread_model
 
 
@@ -50,7 +50,7 @@ def accumulated(path: str, **parallel: Any) -> dict[str, Any]:
         plugin.runtime.detach()
         answers["deferred" if is_deferred else "reduced"] = {
             "pending_bytes": pending,
-            "gradients": {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None},
+            "gradients": gradients_of(model),
         }
         model.zero_grad()
     whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from flex_trainer import FlexConfig, FlexRuntime
-from flex_trainer.experts.dispatch import dispatching_of
-from flex_trainer.experts.transport import AllToAll
+from flex_trainer.bench.ep_wire import CountAllToAll
+from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.testing.forced import ForcedRuntime, relative_error
 from tests.distributed.equality_jobs import Forced
 from tests.distributed.models import all_ids, gradients_of, my_part, skew, spread_model
@@ -48,7 +47,7 @@ def predicted_and_held(
             undo()
         with runtime.backward():
             loss = _loss(model, number)
-            loads.append(runtime._pending[0].loads)
+            loads.append(runtime._pending[0].loads.by_layer)
             loss.backward()
         model.zero_grad()
     runtime.detach()
@@ -77,7 +76,7 @@ def skewed_steps(path: str, num_steps: int, **parallel: Any) -> list[dict[str, A
     for number in range(num_steps):
         with runtime.backward():
             loss = _loss(model, number)
-            loads = runtime._pending[0].loads
+            loads = runtime._pending[0].loads.by_layer
             loss.backward()
         steps.append({"plain_loss": plain[number], "loss": float(loss.detach()), "loads": loads})
         model.zero_grad()
@@ -98,25 +97,16 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
     model.zero_grad()
     runtime = ForcedRuntime(Forced("replayed_dispatch" if wishes[dist.get_rank()] else "keep"))
     runtime.attach(model)
-    num_exchanges = 0
-    original = AllToAll._start
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_exchanges
-        num_exchanges += 1
-        return original(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, runtime.backward():
-        patch.setattr(AllToAll, "_start", counted)
+    with CountAllToAll() as count, runtime.backward():
         loss = _loss(model, 0)
-        agreed = len(runtime._pending[0].agreed_layers)
+        agreed = len(runtime._pending[0].loads.agreed_layers)
         loss.backward()
     runtime.detach()
     actual = gradients_of(model)
     return {
         "agreed": agreed,
-        "moe_layers": sum(dispatching_of(module) is not None for module in model.modules()),
-        "exchanges": num_exchanges,
+        "moe_layers": sum(dispatcher_of(module) is not None for module in model.modules()),
+        "exchanges": count.num_calls,
         "error": max(relative_error(actual[name], gradient) for name, gradient in expected.items()),
     }
 
@@ -132,7 +122,7 @@ def agreement_by_plans(path: str, is_tight: tuple[bool, ...], num_steps: int, **
     for number in range(num_steps):
         with runtime.backward():
             loss = _loss(model, number)
-            agreed.append(len(runtime._pending[0].agreed_layers))
+            agreed.append(len(runtime._pending[0].loads.agreed_layers))
             loss.backward()
     runtime.detach()
     return agreed

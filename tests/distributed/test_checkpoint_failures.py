@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from flex_trainer.testing.ranks import RankError, RankPool
 from tests.distributed import checkpoint_jobs as jobs
+from tests.distributed.checkpoint_jobs import EP2, JOBS
 
-JOBS = "tests.distributed.checkpoint_jobs:"
-EP2 = {"fsdp_size": 2, "ep_size": 2}
 MOST_SECONDS = 10.0
 
 
@@ -42,7 +40,7 @@ def test_a_rank_that_cannot_write(
         assert seconds < MOST_SECONDS
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
     resumed = two_ranks.run(JOBS + "train", start=start, output=tmp_path, sizes=EP2, resume=True)
-    _assert_same_run(resumed[0], whole)
+    jobs.assert_same_run(resumed[0], whole)
 
 
 def test_a_rank_that_is_killed(two_ranks: RankPool, start: Path, whole: jobs.Run, tmp_path: Path) -> None:
@@ -58,7 +56,7 @@ def test_a_rank_that_is_killed(two_ranks: RankPool, start: Path, whole: jobs.Run
         )
     assert "checkpoint-6" not in {path.name for path in tmp_path.iterdir()}
     resumed = two_ranks.run(JOBS + "train", start=start, output=tmp_path, sizes=EP2, resume=True)
-    _assert_same_run(resumed[0], whole)
+    jobs.assert_same_run(resumed[0], whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
 
 
@@ -72,11 +70,3 @@ def test_copies_of_a_model_on_two_ranks(two_ranks: RankPool, start: Path, tmp_pa
         assert "There is no earlier one" in message
         assert seconds < MOST_SECONDS
     assert list(tmp_path.iterdir()) == []
-
-
-def _assert_same_run(run: jobs.Run, other: jobs.Run) -> None:
-    assert run.losses == other.losses
-    for name, parameter in other.parameters.items():
-        assert torch.equal(run.parameters[name], parameter), name
-    for name, moment in other.moments.items():
-        assert torch.equal(run.moments[name], moment), name

@@ -10,9 +10,8 @@ import torch
 
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed import checkpoint_jobs as jobs
+from tests.distributed.checkpoint_jobs import EP2, JOBS, assert_same_run, assert_same_state, assert_same_tensors
 
-JOBS = "tests.distributed.checkpoint_jobs:"
-EP2 = {"fsdp_size": 2, "ep_size": 2}
 FSDP2 = {"fsdp_size": 2}
 EP2_OF_4 = {"fsdp_size": 4, "ep_size": 2}
 REPLICATED = {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}
@@ -41,12 +40,6 @@ def _runs(output: Path) -> list[jobs.Run]:
     return torch.load(output / "runs.pt", weights_only=False)
 
 
-def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def _assert_experts_on_their_ranks(runs: list[jobs.Run], expected: dict[str, torch.Tensor], owners: list[int]) -> None:
     """Expert by expert. `owners`: for each part of the experts, in their order, the rank that has it."""
     for name, own in runs[0].own_experts.items():
@@ -62,12 +55,9 @@ def test_two_ranks_go_on_as_if_they_had_not_stopped(
     two_ranks.run(JOBS + "train", start=start, output=tmp_path, sizes=EP2, settings={"max_steps": 3})
     resumed = two_ranks.run(JOBS + "train", start=start, output=tmp_path, sizes=EP2, resume=True)
     for run, whole in zip(resumed, _runs(two_rank_run), strict=True):
+        assert_same_run(run, whole)
         assert len(run.losses) == 6
-        assert run.losses == whole.losses
-        assert run.grad_norms == whole.grad_norms
         assert max(run.grad_norms) > 0.5  # clipped over both meshes
-        _assert_equal(run.parameters, whole.parameters)
-        _assert_equal(run.moments, whole.moments)
     _assert_experts_on_their_ranks(resumed, _runs(two_rank_run)[0].parameters, owners=[0, 1])
 
 
@@ -88,9 +78,7 @@ def test_four_ranks_go_on_as_if_they_had_not_stopped(
     checkpoint = str(tmp_path / "checkpoint-3")
     resumed = four_ranks.run(JOBS + "train", start=start, output=tmp_path, sizes=sizes, resume=checkpoint)
     for run, other in zip(resumed, whole, strict=True):
-        assert (run.losses, run.grad_norms) == (other.losses, other.grad_norms)
-        _assert_equal(run.parameters, other.parameters)
-        _assert_equal(run.moments, other.moments)
+        assert_same_run(run, other)
     # Four ranks are (efsdp, ep): the first quarter of the experts is on rank 0, the second on rank 2.
     owners = [0, 2, 1, 3] if sizes is EP2_OF_4 else [0, 1]
     _assert_experts_on_their_ranks(resumed, whole[0].parameters, owners)
@@ -108,12 +96,10 @@ def test_other_families(two_ranks: RankPool, tmp_path: Path, architecture: str) 
         sizes=EP2,
         resume=str(tmp_path / "run" / "checkpoint-3"),
     )
-    assert resumed[0].losses == whole[0].losses
-    _assert_equal(resumed[1].parameters, whole[1].parameters)
-    _assert_equal(resumed[1].moments, whole[1].moments)
+    for run, other in zip(resumed, whole, strict=True):
+        assert_same_run(run, other)
     alone = jobs.restore(tmp_path / "start", tmp_path / "run" / "checkpoint-6", tmp_path / "alone")
-    _assert_equal(alone.parameters, whole[0].parameters)
-    _assert_equal(alone.moments, whole[0].moments)
+    assert_same_state(alone, whole[0])
 
 
 def test_fewer_experts_than_ranks(four_ranks: RankPool, tmp_path: Path) -> None:
@@ -126,13 +112,10 @@ def test_fewer_experts_than_ranks(four_ranks: RankPool, tmp_path: Path) -> None:
     checkpoint = output / "checkpoint-3"
     resumed = four_ranks.run(JOBS + "train", start=start, output=output, sizes=sizes, resume=str(checkpoint))
     for run, other in zip(resumed, whole, strict=True):
-        assert (run.losses, run.grad_norms) == (other.losses, other.grad_norms)
-        _assert_equal(run.parameters, other.parameters)
-        _assert_equal(run.moments, other.moments)
-        _assert_equal(run.own_experts, other.own_experts)
+        assert_same_run(run, other)
+        assert_same_tensors(run.own_experts, other.own_experts)
     alone = jobs.restore(start, output / "checkpoint-6", tmp_path / "alone")
-    _assert_equal(alone.parameters, resumed[0].parameters)
-    _assert_equal(alone.moments, resumed[0].moments)
+    assert_same_state(alone, resumed[0])
 
 
 # On other meshes
@@ -145,8 +128,7 @@ def _assert_loads_on(
     saved = _runs(run)[0]
     loaded = ranks.run(JOBS + "restore", start=start, checkpoint=run / "checkpoint-6", output=output, sizes=sizes)
     for one in loaded:
-        _assert_equal(one.parameters, saved.parameters)
-        _assert_equal(one.moments, saved.moments)
+        assert_same_state(one, saved)
     _assert_experts_on_their_ranks(loaded, saved.parameters, owners=owners)
 
 
@@ -163,10 +145,8 @@ def test_two_ranks_to_four(four_ranks: RankPool, start: Path, two_rank_run: Path
 
 
 def test_one_process(start: Path, four_rank_run: Path, tmp_path: Path) -> None:
-    saved = _runs(four_rank_run)[0]
     alone = jobs.restore(start, four_rank_run / "checkpoint-6", tmp_path)
-    _assert_equal(alone.parameters, saved.parameters)
-    _assert_equal(alone.moments, saved.moments)
+    assert_same_state(alone, _runs(four_rank_run)[0])
 
 
 def test_training_goes_on_on_other_meshes(two_ranks: RankPool, start: Path, two_rank_run: Path, tmp_path: Path) -> None:
@@ -195,7 +175,7 @@ def test_training_goes_on_in_one_process(start: Path, two_rank_run: Path, tmp_pa
 def test_a_checkpoint_is_an_ordinary_model(start: Path, four_rank_run: Path) -> None:
     loaded = jobs.load(four_rank_run / "checkpoint-6", None)
     saved = _runs(four_rank_run)[0]
-    _assert_equal({name: p.detach() for name, p in loaded.named_parameters()}, saved.parameters)
+    assert_same_tensors({name: p.detach() for name, p in loaded.named_parameters()}, saved.parameters)
     assert getattr(loaded.config, "distributed_config", None) is None
 
 
@@ -213,7 +193,7 @@ def test_saving_right_after_an_evaluation(two_ranks: RankPool, start: Path, tmp_
     runs = two_ranks.run(JOBS + "train", start=start, output=tmp_path, sizes=EP2, settings=jobs.KEEP_THE_WORST)
     best = jobs.load(tmp_path / "checkpoint-3", None)
     for run in runs:
-        _assert_equal(run.parameters, {name: p.detach() for name, p in best.named_parameters()})
+        assert_same_tensors(run.parameters, {name: p.detach() for name, p in best.named_parameters()})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
     assert (
         f'"best_model_checkpoint": "{tmp_path / "checkpoint-3"}"'

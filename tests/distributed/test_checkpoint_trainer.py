@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed import checkpoint_jobs as jobs
+from tests.distributed.checkpoint_jobs import EP2, JOBS
 
-JOBS = "tests.distributed.checkpoint_jobs:"
-EP2 = {"fsdp_size": 2, "ep_size": 2}
 FLEX = {**EP2, "ep_implementation": "flex"}
 
 
@@ -35,11 +33,7 @@ def test_a_managed_run_goes_on_with_what_each_rank_has_learnt(two_ranks: RankPoo
     two_ranks.run(JOBS + "train_flex", start=start, output=tmp_path / "parts", sizes=FLEX, max_steps=3)
     resumed = two_ranks.run(JOBS + "train_flex", start=start, output=tmp_path / "parts", sizes=FLEX, resume=True)
     for (run, firsts, files), (other, other_firsts, _) in zip(resumed, whole, strict=True):
-        assert run.losses == other.losses
-        for name, parameter in other.parameters.items():
-            assert torch.equal(run.parameters[name], parameter), name
-        for name, moment in other.moments.items():
-            assert torch.equal(run.moments[name], moment), name
+        jobs.assert_same_run(run, other)
         assert any(other_firsts) and not any(firsts)
         assert {"flex_planner_0.json", "flex_planner_1.json", "rng_state_0.pth", "rng_state_1.pth"} <= {*files}
 
@@ -52,8 +46,7 @@ def test_the_model_alone(two_ranks: RankPool, start: Path, tmp_path: Path) -> No
     assert not (checkpoint / "sharded").exists() and (checkpoint / "model.safetensors").is_file()
     loaded = two_ranks.run(JOBS + "resume_weights", start=start, checkpoint=checkpoint, output=tmp_path, sizes=EP2)
     for run, other in zip(loaded, trained, strict=True):
-        for name, parameter in other.parameters.items():
-            assert torch.equal(run.parameters[name], parameter), name
+        jobs.assert_same_tensors(run.parameters, other.parameters)
         assert run.moments == {}
 
 
@@ -111,8 +104,7 @@ def test_adapters_on_a_sharded_model(two_ranks: RankPool, start: Path, tmp_path:
     resumed = two_ranks.run(JOBS + "train_adapters", start=start, output=tmp_path, sizes=EP2, resume=str(checkpoint))
     for (losses, adapters), (other_losses, other_adapters) in zip(resumed, whole, strict=True):
         assert losses == other_losses
-        assert adapters.keys() == other_adapters.keys()
-        assert all(torch.equal(adapters[name], adapter) for name, adapter in other_adapters.items())
+        jobs.assert_same_tensors(adapters, other_adapters)
     with safe_open(checkpoint / "adapter_model.safetensors", framework="pt") as file:
         assert len(list(file.keys())) == len(resumed[0][1])
     assert not (checkpoint / "model.safetensors").exists()

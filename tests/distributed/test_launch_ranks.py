@@ -14,17 +14,16 @@ import pytest
 
 from flex_trainer.launch import render_accelerate_config
 from flex_trainer.recipe import load_recipe
+from flex_trainer.testing.ranks import free_port
 from flex_trainer.testing.wandb_file import read_wandb_file
 from flex_trainer.train import run
-from tests.distributed.test_recipe_ranks import DEEPSEEK
+from tests.distributed.recipes import DEEPSEEK, QWEN_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-RECIPE = """
-model:
-  architecture: qwen3_moe
-  config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16,
-           moe_intermediate_size: 16, intermediate_size: 32, num_experts: 4, num_experts_per_tok: 2}
+RECIPE = (
+    QWEN_MODEL
+    + """\
 data: {name: stdlib, sequence_length: 64, domains: [data], num_eval_samples: 4}
 training: {max_steps: 3, per_device_train_batch_size: 2, use_cpu: true, save_strategy: no, logging_steps: 1,
            disable_tqdm: true, eval_strategy: steps, eval_steps: 2}
@@ -32,6 +31,7 @@ flex: {memory_limit: 3GiB}
 parallel: {fsdp: 2, ep: 2}
 report: {html: report.html, to: [wandb]}
 """
+)
 MOST_SECONDS = 30.0
 """From the failure of a rank to the end of the launch: 2 to 8 seconds on an idle machine. What would not end waits two
 minutes (in `launch_jobs`) or half an hour (in a collective)."""
@@ -63,12 +63,6 @@ class Launch:
         finally:
             self._process.terminate()  # the launcher then ends its processes
         return code, self._output.read_text(), time.time()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

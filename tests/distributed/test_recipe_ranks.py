@@ -8,32 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flex_trainer.meter import ProcessMeter
 from flex_trainer.recipe import load_recipe
 from flex_trainer.testing.ranks import RankError, RankPool
 from flex_trainer.testing.tiny import tiny_model
 from flex_trainer.train import run
+from tests.distributed.recipes import DEEPSEEK, QWEN
 
-DEEPSEEK = """
-model:
-  architecture: deepseek_v3
-  config: {hidden_size: 32, num_hidden_layers: 2, first_k_dense_replace: 1, num_attention_heads: 2,
-           intermediate_size: 32, num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16,
-           qk_nope_head_dim: 8, qk_rope_head_dim: 8, v_head_dim: 16,
-           n_group: 2, topk_group: 1, n_routed_experts: 8, num_experts_per_tok: 2,
-           moe_intermediate_size: 16}
-data: {name: stdlib, sequence_length: 64, domains: [data], sampling: {lengths: fixed}}
-training: {max_steps: 3, per_device_train_batch_size: 2, gradient_accumulation_steps: 2, use_cpu: true,
-           save_strategy: no, logging_steps: 1, disable_tqdm: true, learning_rate: 1.0e-3}
-"""
-QWEN = """
-model:
-  architecture: qwen3_moe
-  config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16,
-           moe_intermediate_size: 16, intermediate_size: 32, num_experts: 4, num_experts_per_tok: 2}
-data: {name: stdlib, sequence_length: 64, domains: [data]}
-training: {use_cpu: true}
-"""
 JOBS = "tests.distributed.recipe_jobs"
 
 
@@ -110,18 +90,6 @@ def test_lengths_differ_between_ranks(two_ranks: RankPool, recipe_file, output) 
     first, second = two_ranks.run(f"{JOBS}:train", path=recipe_file(DEEPSEEK), overrides=overrides)
     assert first["num_tokens"] != second["num_tokens"]
     assert first["losses"] == second["losses"] and len(first["losses"]) == 4
-
-
-def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = ProcessMeter()
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    whole_bytes, auto_bytes = meter.device_bytes(), meter.auto_bytes()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert meter.device_bytes() == whole_bytes // 4
-    in_use_bytes = meter.in_use_bytes()
-    quarter_bytes = (auto_bytes - in_use_bytes) / 4
-    # Other processes of this machine come and go between the two readings.
-    assert meter.auto_bytes() - in_use_bytes == pytest.approx(quarter_bytes, rel=0.2)
 
 
 def test_a_mistake_on_the_ranks_is_told_before_anything_is_built(two_ranks: RankPool, recipe_file, output) -> None:

@@ -60,9 +60,10 @@ def test_dispatch_is_replayed_only_where_all_ranks_want_it(two_ranks: RankPool, 
         for answer in by_rank:
             assert answer["agreed"] == (answer["moe_layers"] if all(wishes) else 0)
             assert answer["error"] <= 1e-5
-        # Of each layer: rows and routing go out, rows come back, and the same in backward; a replay sends both again.
+        # Of each layer: counts, rows and routing go out, rows come back, and in backward all but the counts the other
+        # way; a replay sends rows and routing again.
         for answer in by_rank:
-            assert answer["exchanges"] == answer["moe_layers"] * (6 + 2 * all(wishes))
+            assert answer["exchanges"] == answer["moe_layers"] * (7 + 2 * all(wishes))
 
 
 def test_plans_count_on_agreement_once_all_ranks_would_have_agreed(two_ranks: RankPool, path: Path) -> None:

@@ -46,7 +46,7 @@ def test_one_rank_is_what_profile_and_planner_say(estimator: Estimator, skeleton
     ids = torch.empty(2, 64, dtype=torch.long, device="meta")
     traced = SymbolicModel(skeleton.model, torch.device("cpu"), True).trace((), {"input_ids": ids, "labels": ids})
     profile, shape = Profile(), BatchShape(2, 64)
-    profile.observe(shape, traced.trace, traced.routed_rows)
+    profile.observe(shape, traced.trace, traced.routed_pairs)
     gradients = Gradients(skeleton.model, skeleton.map).now()
     planner = MitigationPlanner(profile.graph(shape), settings.strategies, DEVICE.rates())
     weights_bytes = 4 * skeleton.num_parameters

@@ -81,7 +81,7 @@ def test_a_rank_under_expert_parallelism_has_its_share_of_the_gradients() -> Non
         for mine, theirs in zip(one.operators, other.operators, strict=True):
             if mine.site.kind == "expert_up":  # the gradient of 2 experts' weights instead of 8
                 assert (mine.backward_transient_bytes or 0) > (theirs.backward_transient_bytes or 0)
-    assert whole.num_routed_rows == shared.num_routed_rows == 2 * 32 * 2
+    assert whole.num_routed_pairs == shared.num_routed_pairs == 2 * 32 * 2
 
 
 def test_counts_of_the_model() -> None:

@@ -431,7 +431,7 @@ def test_counts_come_from_the_chosen_experts_in_every_family(architecture: str) 
         batch = tiny_batch(model, 2, 8)
         loss = model(**batch).loss
         (micro_batch,) = runtime._pending
-        rows, counts = dict(micro_batch.routed_rows), [count for count, _ in micro_batch._counts]
+        rows, counts = dict(micro_batch.routed_pairs), [count for count, _ in micro_batch._counts]
         imbalance = micro_batch.record(0, 0, 0.0).imbalance
         del loss, micro_batch
     finally:

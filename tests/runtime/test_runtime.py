@@ -188,8 +188,8 @@ def test_fewer_planned_rows_than_routed_makes_it_plan_again(model: PreTrainedMod
     assert runtime._provisioner is not None
     for known in runtime._provisioner._profile._structures.values():
         for structure in known:
-            assert len(structure.rows_per_token) == 3
-            structure.rows_per_token = {name: rate / 2 for name, rate in structure.rows_per_token.items()}
+            assert len(structure.pairs_per_token) == 3
+            structure.pairs_per_token = {name: rate / 2 for name, rate in structure.pairs_per_token.items()}
     assert_equal(step(runtime, model, 1), plain_gradients(1))
     assert runtime.records[1].num_replans == 3  # once in each layer
     assert runtime.records[1].predicted_peak_bytes > 0

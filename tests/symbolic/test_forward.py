@@ -167,7 +167,7 @@ def test_experts_do_the_work_of_the_rows_they_get() -> None:
     call = next(call for call in forward.trace.calls if call.site.kind == "expert_down")
     config = model.config
     rows = 32 * config.num_experts_per_tok
-    assert set(forward.routed_rows.values()) == {rows}
+    assert set(forward.routed_pairs.values()) == {rows}
     assert call.work is not None
     assert call.work.flops == 2 * rows * config.hidden_size * config.intermediate_size
     assert call.work.backward_flops == 2 * call.work.flops

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -14,13 +15,16 @@ _TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
 """torch.save raises a RuntimeError that names one of these where the system refuses to write."""
 
 
-def is_first_of_node() -> bool:
-    """Whether this process does for its machine what one process must do there."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+class Failure(NamedTuple):
+    """What a rank failed with."""
+
+    text: str
+    is_refused_by_system: bool
+    """Whether the system refused to write or read."""
 
 
-def gather_failures(error: BaseException | None) -> dict[int, tuple[str, bool]]:
-    """What failed on which rank, and whether the system refused to write or read. All ranks must call this.
+def gather_failures(error: BaseException | None) -> dict[int, Failure]:
+    """What failed, by rank. All ranks must call this.
 
     Args:
         error: what this rank failed with; None: nothing. Torch's distributed checkpoint raises on every rank what
@@ -29,12 +33,17 @@ def gather_failures(error: BaseException | None) -> dict[int, tuple[str, bool]]:
     if isinstance(error, CheckpointException):
         own = error.failures.get(this_rank())
         error = None if own is None else own[0]
-    own_text = None if error is None else (_describe(error), _is_refused_by_system(error))
+    failure = None if error is None else Failure(_describe(error), _is_refused_by_system(error))
     if num_ranks() == 1:
-        return {} if own_text is None else {0: own_text}
-    texts: list[tuple[str, bool] | None] = [None] * num_ranks()
-    torch.distributed.all_gather_object(texts, own_text)
-    return {number: text for number, text in enumerate(texts) if text is not None}
+        return {} if failure is None else {0: failure}
+    failures: list[Failure | None] = [None] * num_ranks()
+    torch.distributed.all_gather_object(failures, failure)
+    return {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+
+
+def in_words(failures: Mapping[int, Failure]) -> str:
+    """All of them, on one line."""
+    return "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failures.items())
 
 
 def _describe(error: BaseException) -> str:

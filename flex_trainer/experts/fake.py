@@ -9,10 +9,11 @@ from torch import nn
 
 from flex_trainer.experts.dispatch import FlexEP, attach_to, run_layer
 from flex_trainer.experts.layout import Layout
-from flex_trainer.experts.operators import Operators, Plainly
+from flex_trainer.experts.local import LocalExperts
+from flex_trainer.experts.operators import Operators, UnmanagedOperators
 
 
-class ImaginedEP:
+class FakeEP:
     """Stands in for a FlexEP on a copy of its experts module, whose tensors have shapes and no data.
 
     Args:
@@ -21,7 +22,7 @@ class ImaginedEP:
     """
 
     def __init__(self, experts: nn.Module, original: FlexEP) -> None:
-        self.operators: Operators = Plainly()
+        self.operators: Operators = UnmanagedOperators()
         self._experts = experts
         self.num_ranks = original.num_ranks
         self._num_local_experts = original.num_local_experts
@@ -35,15 +36,14 @@ class ImaginedEP:
     ) -> torch.Tensor:
         layout = Layout.even(top_k_index, self._num_local_experts, self.num_ranks)
         run = self.operators.begin(layout)
-        return run_layer(
-            self._experts, self._forward, 0, _Nowhere(), layout, run, hidden_states, top_k_index, top_k_weights
-        )
+        local = LocalExperts(self._experts, self._forward, first_expert=0)
+        return run_layer(local, _FakeTransport(), layout, run, hidden_states, top_k_index, top_k_weights)
 
 
-class _Nowhere:
+class _FakeTransport:
     """Rows of the right shapes."""
 
-    def exchange(self, header: torch.Tensor) -> torch.Tensor:
+    def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
         return header
 
     def dispatch(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
