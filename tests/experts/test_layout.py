@@ -146,7 +146,7 @@ def test_an_even_layout(num_top_k: int, num_ranks: int, sizes: tuple[int, ...]) 
 
 
 @st.composite
-def routings(draw: st.DrawFn) -> tuple[list[Choice], int, int]:
+def routings(draw: st.DrawFn) -> tuple[Sequence[Choice], int, int]:
     """Choices of 1 to 4 ranks, experts of each rank, experts of each token."""
     num_ranks, num_local_experts = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     experts = range(num_ranks * num_local_experts)
@@ -157,7 +157,7 @@ def routings(draw: st.DrawFn) -> tuple[list[Choice], int, int]:
 
 
 @given(routing=routings())
-def test_all_ranks_have_the_same_in_mind(routing: tuple[list[Choice], int, int]) -> None:
+def test_all_ranks_have_the_same_in_mind(routing: tuple[Sequence[Choice], int, int]) -> None:
     choices, num_local_experts, num_top_k = routing
     ranks = layouts(choices, num_local_experts, num_top_k)
     for sender, receiver in itertools.product(range(len(ranks)), repeat=2):
@@ -172,7 +172,7 @@ def test_all_ranks_have_the_same_in_mind(routing: tuple[list[Choice], int, int])
 
 
 @given(routing=routings())
-def test_every_rank_gets_the_tokens_of_its_experts(routing: tuple[list[Choice], int, int]) -> None:
+def test_every_rank_gets_the_tokens_of_its_experts(routing: tuple[Sequence[Choice], int, int]) -> None:
     choices, num_local_experts, num_top_k = routing
     ranks = layouts(choices, num_local_experts, num_top_k)
     for choice, layout in zip(choices, ranks, strict=True):
