@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from flex_trainer.activations.scope import Choices
 from flex_trainer.planner.plan import Uniform
@@ -52,6 +55,22 @@ def steps(
     if is_skewed:
         skew(model)
     return [_step(model, strategy) for strategy in strategies]
+
+
+def tensor_parallel_step(path: str) -> dict[str, Any]:
+    """Loss and gradients of a model under tensor and expert parallelism over the same ranks, without a runtime."""
+    size = dist.get_world_size()
+    config = DistributedConfig(tp_size=size, ep_size=size, ep_implementation="flex")
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config).train()
+    ids = odd_ids(model)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return {"loss": float(loss.detach()), "gradients": gradients_of(model)}
+
+
+def odd_ids(model: Any) -> torch.Tensor:
+    """One sequence of an odd length: two ranks have unequal shares of it."""
+    return all_ids(model)[:1, 1:]
 
 
 def _step(model: Any, strategy: str | None) -> dict[str, Any]:

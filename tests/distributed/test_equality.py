@@ -10,7 +10,7 @@ import torch
 
 from flex_trainer.testing.forced import relative_error
 from flex_trainer.testing.ranks import RankPool
-from tests.distributed.equality_jobs import STRATEGIES
+from tests.distributed.equality_jobs import STRATEGIES, odd_ids
 from tests.distributed.models import all_ids, gradients_of, saved_model, skew, whole_model
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
@@ -105,6 +105,17 @@ def test_fsdp_alone(two_ranks: RankPool, directory: Path) -> None:
 def test_four_ranks(four_ranks: RankPool, directory: Path, fsdp: int, ep: int, replicate: int) -> None:
     path = saved_model(directory, "deepseek_v3")
     check(four_ranks, path, (None, *STRATEGIES), fsdp=fsdp, ep=ep, replicate=replicate)
+
+
+def test_ranks_of_a_tensor_parallel_group_send_a_share_each(two_ranks: RankPool, directory: Path) -> None:
+    """They hold the same tokens. The runtime does not manage such models; the dispatch works without it."""
+    path = saved_model(directory, "qwen3_moe")
+    model = whole_model(path)
+    ids = odd_ids(model)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    for answer in two_ranks.run("tests.distributed.equality_jobs:tensor_parallel_step", path=str(path)):
+        assert_equal(answer, (float(loss.detach()), gradients_of(model)), EXACT)
 
 
 def test_all_tokens_on_one_rank_and_none_on_the_other(two_ranks: RankPool, directory: Path) -> None:
