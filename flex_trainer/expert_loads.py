@@ -7,6 +7,7 @@ larger.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -61,8 +62,25 @@ class Loads:
     tokens_ratio: float = 1.0
     """Tokens of the mean rank over those of this one."""
     _is_tokens_ratio_planned: bool = False
+    _planned: Load = field(init=False)
+    """What the plan in force assumes."""
+    _growth_here: float = 1.0
+    """Most pairs in a layer over those planned for, where all experts are on one rank."""
     _heavier: dict[int, Load] = field(default_factory=dict)
     """Layers that got more than planned, where all experts are on one rank."""
+
+    def __post_init__(self) -> None:
+        self._planned = self.expected.load
+
+    @property
+    def growth(self) -> float:
+        """What anything may be now, over what the plan in force took it to be, at most."""
+        now, planned = self.expected.load, self._planned
+        return max(1.0, self._growth_here, _ratio(now.pairs, planned.pairs), _ratio(now.rows, planned.rows))
+
+    def note_plan(self) -> None:
+        """A plan has been made with what is known now."""
+        self._planned, self._growth_here = self.expected.load, 1.0
 
     def note(self, layer: int, routing: Routing) -> None:
         """A layer's router has spoken."""
@@ -84,11 +102,13 @@ class Loads:
             planned_pairs: (token, expert) pairs that were planned for, where all experts are on one rank.
         """
         if routing.load is None:
-            is_more = planned_pairs is not None and routing.num_pairs > planned_pairs
-            if is_more and planned_pairs:
-                factor = routing.num_pairs / planned_pairs
+            if planned_pairs is None or routing.num_pairs <= planned_pairs:
+                return False
+            factor = _ratio(routing.num_pairs, planned_pairs)
+            self._growth_here = max(self._growth_here, factor)
+            if planned_pairs:
                 self._heavier[experts.layer] = Load(factor, factor)
-            return is_more
+            return True
         is_other = False
         if not self._is_tokens_ratio_planned:  # the first counts also say how many tokens there are in all
             self._is_tokens_ratio_planned = True
@@ -116,3 +136,9 @@ class Loads:
         still_expected = {layer for layer in agreed if up_to_layer is not None and layer > up_to_layer}
         graph = even.with_loads(merged(self.by_layer), self.expected.load)
         return without_agreement(graph, self.agreed_layers | still_expected)
+
+
+def _ratio(now: float, planned: float) -> float:
+    if planned:
+        return now / planned
+    return math.inf if now else 1.0

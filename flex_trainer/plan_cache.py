@@ -93,11 +93,18 @@ class PlanCache:
 
     def weighed(self, graph: ActivationGraph, strategies: Mapping[str, Strategy], gradients: GradientBytes) -> Plan:
         """What strategies (by site name) come to in a micro-batch that has run under them."""
-        return self._planner(graph, self._method_choice.method).weighed(strategies, gradients)
+        nothing_else = ()  # nothing is looked for
+        return self._planner(graph, self._method_choice.method, nothing_else).weighed(strategies, gradients)
 
-    def _planner(self, graph: ActivationGraph, method: str) -> MitigationPlanner:
+    def _planner(
+        self, graph: ActivationGraph, method: str, strategies: tuple[Strategy, ...] | None = None
+    ) -> MitigationPlanner:
         return MitigationPlanner(
-            graph, self.strategies, self._offloading.rates(), method=method, transient_factor=self._correction.factor
+            graph,
+            self.strategies if strategies is None else strategies,
+            self._offloading.rates(),
+            method=method,
+            transient_factor=self._correction.factor,
         )
 
     def _make(

@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from flex_trainer.clipping import clip_grad_norm_
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
+from flex_trainer.models.sharding import reshard
 from flex_trainer.ranks import num_ranks
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.transaction import Restorable, Transaction
@@ -87,11 +88,14 @@ class FlexPlugin:
                 )
             model = prepared[0]
         unwrapped = accelerator.unwrap_model(model)
+        reshard(unwrapped)
+        is_sharded_at_load_time = getattr(unwrapped, "is_distributed_loading_by_transformers", False)
+        if is_sharded_at_load_time:
+            _refuse_lone_parameters(unwrapped)
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
-        if getattr(unwrapped, "is_distributed_loading_by_transformers", False):
-            _refuse_lone_parameters(unwrapped)
+        if is_sharded_at_load_time:
             self._wrap_clipping(accelerator)
         self._transaction = Transaction(
             self.runtime,

@@ -18,7 +18,7 @@ from torch import nn
 
 from flex_trainer.config import AUTO_RESERVE_SHARE, FlexConfig, amount_bytes
 from flex_trainer.correction import Correction
-from flex_trainer.cost.expected import ep_block
+from flex_trainer.cost.expected import NOTHING_COMES, ep_block
 from flex_trainer.cost.load import at_even_load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
@@ -105,6 +105,7 @@ class Provisioner:
         self.can_step_back = False
         """Whether somebody would run the step again, were a micro-batch refused."""
         self._fingerprint = _fingerprint(model, model_map)
+        self._is_spread = any(dispatcher_of(operator.module) is not None for operator in model_map.experts)
         if earlier is not None and earlier._fingerprint == self._fingerprint:
             self._profile, self._correction = earlier._profile, earlier._correction
             self._margin, self._rounds, self._loads = earlier._margin, earlier._rounds, earlier._loads
@@ -165,7 +166,10 @@ class Provisioner:
                 if earlier_bytes - left_bytes <= self._budget_step:
                     break
             if not plan.fits and self._config.strategies:
-                self._check_least(shape, plan, in_use_bytes, left_bytes + self.margin_bytes)
+                # Where experts are on several ranks, what will come is a guess: only what comes anyhow is a reason to
+                # refuse. If more comes than fits, it runs under the least demanding plan.
+                least = self._plans.plan(shape, available_bytes, gradients, NOTHING_COMES) if self._is_spread else plan
+                self._check_least(shape, least, in_use_bytes, left_bytes + self.margin_bytes)
             micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes, gradients)
             micro_batch.loads = Loads(self._loads.expected)
         else:
@@ -178,7 +182,7 @@ class Provisioner:
         """After a router: re-plan what has not run yet if this layer gets more than planned, or if more is held by now
         than was predicted. This layer's experts come first: recomputing their whole block is always possible."""
         plan = micro_batch.plan
-        if plan is None or micro_batch.scope is None:
+        if plan is None or micro_batch.scope is None or not self._profile.knows(micro_batch.shape):
             return
         started = time.perf_counter()
         planned_pairs = self._profile.pairs(micro_batch.shape, site.name)
@@ -186,7 +190,8 @@ class Provisioner:
         held_bytes = micro_batch.ledger.held_bytes - self._offloading.in_flight_bytes
         excess_bytes = held_bytes - plan.held_until(site.layer)
         has_other_load = micro_batch.loads.needs_replan(site, routing, plan, planned_pairs)
-        if has_other_load or excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes:
+        has_more = excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes
+        if (has_other_load or has_more) and not self._keeps_all_anyway(micro_batch, plan, excess_bytes):
             ran = micro_batch.ran()
             if routing.is_replay_agreed:
                 ran[ep_block(site).name] = Strategy.RECOMPUTE
@@ -195,8 +200,16 @@ class Provisioner:
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
             revised = self._plans.revised(graph, available_bytes, micro_batch.gradients, ran)
             micro_batch.plan = micro_batch.choices = revised
+            micro_batch.loads.note_plan()
             micro_batch.num_replans += 1
         micro_batch.plan_seconds += time.perf_counter() - started
+
+    def _keeps_all_anyway(self, micro_batch: MicroBatch, plan: Plan, excess_bytes: int) -> bool:
+        """Whether everything is kept, and may be although it is more than was planned: there is room for all of it to
+        grow by as much as anything has."""
+        is_alone = not self._in_flight and self.num_expected_in_flight == 1
+        most_bytes = plan.peak_bytes * micro_batch.loads.growth + max(excess_bytes, 0)
+        return is_alone and not plan.strategies and most_bytes <= micro_batch.available_bytes
 
     def commit(self, micro_batch: MicroBatch) -> None:
         """Forward has ended: the bytes really held replace the budget in the books."""
@@ -216,7 +229,7 @@ class Provisioner:
         self.release(micro_batch)
         self._margin.relax(self._nearest_bytes)
         self._loads.learn(micro_batch.loads)
-        if micro_batch.plan is not None and micro_batch.loads.by_layer:
+        if micro_batch.plan is not None and micro_batch.loads.by_layer and self._profile.knows(micro_batch.shape):
             # With the rows that have arrived: where they are fewer than was expected, transients would seem smaller.
             started = time.perf_counter()
             micro_batch.plan = self._as_it_ran(micro_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -128,6 +129,22 @@ def test_far_fewer_tokens_are_planned_for_where_it_saves_time() -> None:
     assert not needs_replan(Loads(), 0, routing(0.75, tokens_ratio=0.75), MITIGATES)  # not so few
 
 
+def test_growth_is_since_the_plan_in_force() -> None:
+    loads = Loads(Expected(Load(1.25, 1.0)))
+    assert loads.growth == 1.0
+    needs_replan(loads, 0, routing(1.5, 1.0))
+    needs_replan(loads, 1, routing(1.75, 1.5))
+    assert loads.growth == pytest.approx(1.5)  # rows have grown by more than pairs
+    loads.note_plan()
+    assert loads.growth == 1.0
+    needs_replan(loads, 2, routing(3.5, 1.0))
+    assert loads.growth == pytest.approx(2.0)
+    assert Loads(Expected(Load(0.0, 0.0))).growth == 1.0
+    nothing_planned = Loads(Expected(Load(0.0, 0.0)))
+    needs_replan(nothing_planned, 0, routing(0.5))
+    assert nothing_planned.growth == math.inf
+
+
 def test_expected_agreement_outlives_a_new_load() -> None:
     loads = Loads(Expected(EVEN, frozenset({1})))
     assert needs_replan(loads, 0, routing(2.0))
@@ -145,12 +162,16 @@ def test_a_replay_that_the_ranks_did_not_agree_to(strategy: Strategy, is_agreed:
     assert loads.agreed_layers == ({0} if is_agreed else set())
 
 
-@pytest.mark.parametrize(("num_planned", "expected"), [(None, False), (100, False), (80, True), (0, True)])
-def test_all_experts_on_one_rank(num_planned: int | None, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_planned", "expected", "growth"),
+    [(None, False, 1.0), (100, False, 1.0), (80, True, 1.25), (0, True, math.inf)],
+)
+def test_all_experts_on_one_rank(num_planned: int | None, expected: bool, growth: float) -> None:
     loads, all_here = Loads(), Routing(num_pairs=100, count=lambda: None)
     loads.note(1, all_here)
     assert loads.needs_replan(experts(1), all_here, KEEP_ALL, num_planned) is expected
-    assert loads == Loads(_heavier=loads._heavier)  # nothing is known of other ranks
+    assert not loads.by_layer and loads.expected == EXPECTED  # nothing is known of other ranks
+    assert loads.growth == growth
     even = graph()
     assert loads.graph(even) == (even.with_loads({1: Load(1.25, 1.25)}) if num_planned == 80 else even)
     assert (loads.graph(even) == even) is (num_planned != 80)

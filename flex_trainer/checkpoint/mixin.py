@@ -78,11 +78,15 @@ class CheckpointMixin(_TrainerBase):
     def _check_after_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer whose state cannot be saved is refused as soon as it has one, not at the first checkpoint."""
 
-        def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            hook.remove()
-            optimizer_tensors(self._whole_model(), optimizer)
+        is_checked = False
 
-        hook = optimizer.register_step_post_hook(check)
+        def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            nonlocal is_checked  # the hook stays: torch goes through its hooks when this one runs
+            if not is_checked:
+                is_checked = True
+                optimizer_tensors(self._whole_model(), optimizer)
+
+        optimizer.register_step_post_hook(check)
 
     def _save_own_state(self, directory: Path) -> None:
         """For subclasses: write what else this rank must remember into the checkpoint, without waiting for others."""

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from flex_trainer.checkpoint.groups import SavedGroups
 from flex_trainer.checkpoint.placement import as_blocks, give_back
 from flex_trainer.errors import UserError
-from flex_trainer.models.sharding import units_of
+from flex_trainer.models.sharding import reshard
 
 _MODEL = "model/"
 _OPTIMIZER = "optimizer/"
@@ -51,19 +51,34 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """An optimizer's state, by the name of the parameter and the key.
 
     Raises:
-        ValueError: state that is neither of one element nor of its parameter's shape.
+        ValueError: state that is neither of one element nor of its parameter's shape, or parameters that are not the
+            model's.
     """
     names = parameter_names(model)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise UserError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is none of "
+                    f"this {type(model).__name__}'s, and would not be in its checkpoints. Make it part of the model, "
+                    "or set save_only_model=True."
+                )
     tensors: dict[str, torch.Tensor] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or (value.numel() != 1 and value.shape != parameter.shape):
-                raise UserError(
-                    f"{type(optimizer).__name__} keeps {key!r} of parameter {names[parameter]!r} in another shape than "
-                    "the parameter's, which cannot be spread over ranks when it is loaded. Use an optimizer such as "
-                    "adamw_torch, or set save_only_model=True to save the model without it."
-                )
-            tensors[f"{names[parameter]}/{key}"] = value
+            if isinstance(value, torch.Tensor) and (value.numel() == 1 or value.shape == parameter.shape):
+                tensors[f"{names[parameter]}/{key}"] = value
+                continue
+            what = (
+                f"in the shape {tuple(value.shape)}, which is not the parameter's"
+                if isinstance(value, torch.Tensor)
+                else f"as {type(value).__name__} and not as a tensor"
+            )
+            raise UserError(
+                f"{type(optimizer).__name__} keeps {key!r} of parameter {names[parameter]!r} {what}: that cannot be "
+                "spread over ranks when it is loaded. Use an optimizer such as adamw_torch, or set "
+                "save_only_model=True to save the model without it."
+            )
     return tensors
 
 
@@ -130,26 +145,20 @@ def gather_whole(model: Any, is_needed: bool) -> dict[str, torch.Tensor]:
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
     """Each parameter's name, as an optimizer sees the parameters: in shards, also after an evaluation."""
-    _reshard(model)
+    reshard(model)
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, shared ones once. Of a model with adapters only what is trained: the
     rest is as it was loaded."""
-    _reshard(model)
+    reshard(model)
     has_adapters = hasattr(model, "peft_config")
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and (tensor.requires_grad or not has_adapters):
             tensors.setdefault(id(tensor), (name, tensor))
     return {name: tensor.detach() for name, tensor in tensors.values()}
-
-
-def _reshard(model: nn.Module) -> None:
-    """After an evaluation some modules hold whole weights in the place of their shards."""
-    for unit in units_of(model):
-        unit.reshard()
 
 
 def _stored(directory: Path) -> dict[str, TensorStorageMetadata]:

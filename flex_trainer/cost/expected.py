@@ -34,6 +34,8 @@ class Expected:
 
 
 EXPECTED = Expected()
+NOTHING_COMES = Expected(Load(0.0, 0.0))
+"""All tokens go to experts of other ranks: the least that may come."""
 
 
 def without_agreement(graph: ActivationGraph, agreed_layers: Collection[int]) -> ActivationGraph:

@@ -224,7 +224,7 @@ def _taken_abroad(calls: Sequence[CallNode], values: Sequence[ValueNode], homes:
 
 def _scale_experts(segment: Segment, load: Load) -> Segment:
     factors = [load.of(operator.site.kind) for operator in segment.operators]
-    return replace(
+    scaled = replace(
         segment,
         values=tuple(
             replace(
@@ -250,6 +250,8 @@ def _scale_experts(segment: Segment, load: Load) -> Segment:
             for operator, factor in zip(segment.operators, factors, strict=True)
         ),
     )
+    vars(scaled)["uses"] = segment.uses  # follows from who makes and saves what, whatever the sizes
+    return scaled
 
 
 def _scaled(transient_bytes: int | None, factor: float) -> int | None:

@@ -17,7 +17,7 @@ from flex_trainer.strategy import EP_BLOCK, EP_DISPATCH
 _STEPS = 8
 """Expected loads are multiples of one over this."""
 _COARSE_STEPS = 4
-"""Loads that round to the same multiple of one over this are nearly equal."""
+"""Per factor of two: loads that round to the same step are nearly equal."""
 _MAX_DIFFERENT = 8
 _BY_ROWS = frozenset({EP_BLOCK, EP_DISPATCH, "experts", "expert_unpermute"})
 
@@ -73,7 +73,7 @@ def merged(loads: Mapping[int, Load]) -> dict[int, Load]:
     most = max(loads, key=lambda layer: loads[layer].pairs)
     groups: dict[object, list[int]] = {}
     for layer, load in loads.items():
-        group = "most" if layer == most else round(load.pairs * _COARSE_STEPS)
+        group = "most" if layer == most else round(_COARSE_STEPS * math.log2(load.pairs)) if load.pairs else None
         groups.setdefault(group, []).append(layer)
     few: dict[int, Load] = {}
     for layers in groups.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from flex_trainer.experts.layout import Layout
 from flex_trainer.experts.transport import Transport
@@ -51,6 +52,7 @@ class _Dispatch(torch.autograd.Function):
         return rows, weights.to(top_k_weights.dtype, memory_format=torch.contiguous_format, copy=True), received_ids
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # What needs no gradient here needs none on any rank (`Layout.needs_gradients`), so all send the same.
         needed = [number for number in (0, 1) if ctx.needs_input_grad[number]]
@@ -66,6 +68,7 @@ class _Combine(torch.autograd.Function):
         return transport.combine(layout, [rows])[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.transport.dispatch(ctx.layout, [gradients[0]])[0], None, None
 

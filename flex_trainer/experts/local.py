@@ -33,6 +33,13 @@ class LocalExperts:
     first_expert: int
     """Global id of this rank's first expert."""
 
+    @property
+    def _is_grouped(self) -> bool:
+        """Whether the products are transformers' grouped ones. Classes outside of its experts interface have others."""
+        config = getattr(self.module, "config", None)
+        implementation = getattr(config, "_experts_implementation", None)
+        return implementation == "grouped_mm" and hasattr(self.module, "has_gate")
+
     def run(
         self,
         layout: Layout,
@@ -54,7 +61,7 @@ class LocalExperts:
         """
         permute = functools.partial(_permute, self.first_expert, layout)
         inputs, pairs = run("permute", permute, rows, weights, ids)
-        if self.module.config._experts_implementation == "grouped_mm":
+        if self._is_grouped:
             products = GroupedProducts(self.module)
             hidden = run("up", products.up, inputs, offsets, pairs.experts)
             hidden = run("activation", products.activation, hidden)
@@ -82,7 +89,9 @@ def _permute(
     sorted_ids, order = torch.sort(torch.where(is_here, local_ids, layout.num_local_experts), stable=True)
     order = order[: layout.num_pairs].clone()
     pair_rows = order // layout.num_top_k
-    pairs = _Pairs(pair_rows, sorted_ids[: layout.num_pairs].long(), weights.reshape(-1).index_select(0, order))
+    # Float32 already here: what follows the number of pairs belongs to this operator, and not to `unpermute`.
+    pair_weights = weights.reshape(-1).index_select(0, order).to(torch.promote_types(weights.dtype, torch.float32))
+    pairs = _Pairs(pair_rows, sorted_ids[: layout.num_pairs].long(), pair_weights)
     return rows.index_select(0, pair_rows), pairs
 
 

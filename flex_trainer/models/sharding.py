@@ -57,6 +57,12 @@ def units_of(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def reshard(model: nn.Module) -> None:
+    """After a forward without a backward some units hold whole weights in the place of their shards: give them up."""
+    for unit in units_of(model):
+        unit.reshard()
+
+
 def fsdp_groups(unit: FSDPModule) -> list[Any]:
     """FSDP2's groups of the parameters that belong to a unit and to none inside of it, each with its `fsdp_params`."""
     # FSDP2 has no public way to ask which parameters are whose.

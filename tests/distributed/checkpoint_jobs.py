@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -310,25 +310,52 @@ def load_into_another_model(start: Path, checkpoint: Path, output: Path, sizes: 
     raise AssertionError("loaded")
 
 
-class FactoredSGD(torch.optim.SGD):
-    """Keeps of each matrix a number for each row."""
+class OddSGD(torch.optim.SGD):
+    """Keeps something of its own for each parameter."""
+
+    kept: Callable[[torch.Tensor], Any]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["rows"] = torch.zeros(parameter.shape[:1])
+            self.state[parameter]["kept"] = self.kept(parameter)
         return super().step(*args, **kwargs)
 
 
-def train_with_a_factored_optimizer(
-    start: Path, output: Path, sizes: Mapping[str, Any], settings: Mapping[str, Any]
+class AddsHook(TrainerCallback):
+    """A user's own hook on the optimizer, after those of the Trainer."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_train_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        optimizer.optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.num_steps += 1
+
+
+def train_with_an_odd_optimizer(
+    start: Path, output: Path, sizes: Mapping[str, Any], kind: str, settings: Mapping[str, Any]
 ) -> tuple[str, int]:
     """The error, if there is one, and after how many finished steps."""
     trainer = make_trainer(load(start, sizes), output, **settings)
-    trainer.optimizer = FactoredSGD(trainer.model.parameters(), lr=0.01)  # pyright: ignore[reportOptionalMemberAccess]
+    model: Any = trainer.model
+    trainer.optimizer = optimizer = OddSGD(model.parameters(), lr=0.01)
+    optimizer.kept = {
+        "factored": lambda parameter: torch.zeros(parameter.shape[:1]),
+        "counting": lambda parameter: 1,
+        "plain": lambda parameter: torch.zeros(1),
+        "foreign": lambda parameter: torch.zeros(1),
+    }[kind]
+    if kind == "foreign":
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    hook = AddsHook()
+    trainer.add_callback(hook)
     try:
         trainer.train()
     except UserError as error:
         return str(error), trainer.state.global_step
+    assert hook.num_steps == trainer.state.global_step
     return "", trainer.state.global_step
 
 

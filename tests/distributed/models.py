@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import flex_trainer  # noqa: F401  (registers "flex")
@@ -29,9 +30,14 @@ def saved_model(directory: Path, architecture: str, **overrides: Any) -> Path:
     return path
 
 
+def _class_of(path: Path) -> Any:
+    """Also of those that no auto class for causal language models has."""
+    return getattr(transformers, AutoConfig.from_pretrained(path).architectures[0])
+
+
 def whole_model(path: Path, **options: Any) -> PreTrainedModel:
     """The model in this process."""
-    return AutoModelForCausalLM.from_pretrained(path, **options).train()
+    return _class_of(path).from_pretrained(path, **options).train()
 
 
 def spread_model(path: Path, *, fsdp: int, ep: int, implementation: str = "flex", replicate: int = 1, **options: Any):
@@ -39,7 +45,7 @@ def spread_model(path: Path, *, fsdp: int, ep: int, implementation: str = "flex"
     config = DistributedConfig(
         fsdp_size=fsdp, ep_size=ep, dp_replicate_size=replicate, ep_implementation=implementation
     )
-    return AutoModelForCausalLM.from_pretrained(path, distributed_config=config, **options).train()
+    return _class_of(path).from_pretrained(path, distributed_config=config, **options).train()
 
 
 def all_ids(model: Any, seed: int = 1) -> torch.Tensor:
@@ -64,9 +70,11 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def skew(model: nn.Module) -> Callable[[], None]:
-    """Send every token to the first experts, with the weights that the router chose. Returns what undoes it."""
-    hooks = [module.register_forward_pre_hook(_first_experts) for module in find_experts(model)]
+def skew(model: nn.Module, num_layers: int | None = None) -> Callable[[], None]:
+    """Send every token to the first experts, with the weights that the router chose, in the first layers (None: all).
+    Returns what undoes it."""
+    modules = list(find_experts(model))[:num_layers]
+    hooks = [module.register_forward_pre_hook(_first_experts) for module in modules]
 
     def undo() -> None:
         for hook in hooks:

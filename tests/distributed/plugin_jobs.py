@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 
 from flex_trainer import FlexConfig, FlexPlugin
 from flex_trainer.testing.forced import ForcedRuntime
@@ -30,6 +31,22 @@ def clipped(path: str, max_norm: float, norm_type: float, **parallel: Any) -> di
     plugin.detach()
     gradients = gradients_of(model)
     return {"norm": float(norm), "gradients": gradients if dist.get_rank() == 0 else None}
+
+
+def attached_after_evaluation(path: str, **parallel: Any) -> bool:
+    """After a forward without a backward some weights are whole, as if they belonged to this rank alone."""
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    model = spread_model(Path(path), **parallel)
+    ids = my_part(all_ids(model))
+    with torch.no_grad():
+        model(input_ids=ids, labels=ids)
+    plugin = FlexPlugin(FlexConfig(memory_limit="20GiB", trace=False))
+    plugin.attach(Accelerator(cpu=True), model)
+    with plugin.runtime.backward():
+        model(input_ids=ids, labels=ids).loss.backward()
+    plugin.detach()
+    return all(isinstance(parameter.grad, DTensor) for parameter in model.parameters() if parameter.grad is not None)
 
 
 def accumulated(path: str, **parallel: Any) -> dict[str, Any]:

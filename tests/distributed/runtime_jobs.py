@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flex_trainer import FlexConfig, FlexRuntime
 from flex_trainer.bench.ep_wire import CountAllToAll
 from flex_trainer.experts.dispatch import dispatcher_of
+from flex_trainer.models.sharding import gathered_bytes
 from flex_trainer.testing.forced import ForcedRuntime, relative_error
 from tests.distributed.equality_jobs import Forced
 from tests.distributed.models import all_ids, gradients_of, my_part, skew, spread_model
@@ -62,6 +63,50 @@ def predicted_and_held(
         for record, of_step in zip(runtime.records, loads, strict=True)
     ]
     return steps, compared
+
+
+def steps_under_less_than_is_expected(path: str, num_steps: int, **parallel: Any) -> list[int]:
+    """One layer sends all tokens to rank 0, so as much is expected of all layers from the second step on. Bytes that
+    were replayed in each step, on a rank 0 that has less than the least demanding plan would need for that."""
+    model = spread_model(Path(path), **parallel)
+    skew(model, num_layers=1)
+    room_bytes = 10**9
+    replayed: list[int] = []
+    for is_tight in (False, True):
+        limit_bytes = BASE_BYTES + gathered_bytes(model) + room_bytes
+        runtime = FlexRuntime(FlexConfig(limit_bytes, strategies=("recompute",), transient_reserve=0))
+        with_fake_meter(runtime)
+        runtime.attach(model)
+        provisioner: Any = runtime._provisioner
+        for number in range(num_steps):
+            with runtime.backward():
+                loss = _loss(model, number)
+                shape, gradients = runtime._pending[0].shape, runtime._pending[0].gradients
+                loss.backward()
+            model.zero_grad()
+        if dist.get_rank() == 0 and not is_tight:
+            least = provisioner._plans.plan(shape, 0, gradients, provisioner._loads.expected)
+            room_bytes = int(least.peak_bytes / 1.06)
+        runtime.detach()
+        replayed = [record.freed_bytes["recompute"] for record in runtime.records]
+    return replayed
+
+
+def news(path: str, num_steps: int, **parallel: Any) -> list[int]:
+    """How often sizes were news by the end of each step, in bfloat16 and with other loads in each."""
+    model = spread_model(Path(path), dtype=torch.bfloat16, **parallel)
+    runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + 10**9))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    provisioner: Any = runtime._provisioner
+    versions = []
+    for number in range(num_steps):
+        with runtime.backward():
+            _loss(model, number).backward()
+        model.zero_grad()
+        versions.append(provisioner._profile.version)
+    runtime.detach()
+    return versions
 
 
 def skewed_steps(path: str, num_steps: int, **parallel: Any) -> list[dict[str, Any]]:

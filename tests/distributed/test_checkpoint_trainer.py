@@ -50,20 +50,33 @@ def test_the_model_alone(two_ranks: RankPool, start: Path, tmp_path: Path) -> No
         assert run.moments == {}
 
 
-@pytest.mark.parametrize("setting", [{}, {"save_only_model": True}, {"save_strategy": "no"}])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("factored", "OddSGD keeps 'kept' of parameter"),
+        ("counting", "as int and not as a tensor"),
+        ("foreign", "has a parameter of shape (3,) that is none of this"),
+    ],
+)
 def test_an_optimizer_that_cannot_be_saved_is_refused_in_the_first_step(
-    two_ranks: RankPool, start: Path, tmp_path: Path, setting: dict[str, Any]
+    two_ranks: RankPool, start: Path, tmp_path: Path, kind: str, told: str
 ) -> None:
-    """And not at the first checkpoint, when there is something to lose; where it is not to be saved, it trains."""
-    found = two_ranks.run(
-        JOBS + "train_with_a_factored_optimizer", start=start, output=tmp_path, sizes=EP2, settings=setting
-    )
-    for message, num_steps in found:
-        if setting:
-            assert (message, num_steps) == ("", 6)
-        else:
-            assert "FactoredSGD keeps 'rows' of parameter" in message and "save_only_model=True" in message
-            assert num_steps == 0
+    """And not at the first checkpoint, when there is something to lose."""
+    job = JOBS + "train_with_an_odd_optimizer"
+    for message, num_steps in two_ranks.run(job, start=start, output=tmp_path, sizes=EP2, kind=kind, settings={}):
+        assert told in message and "save_only_model=True" in message
+        assert num_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("plain", {}), ("factored", {"save_only_model": True}), ("counting", {"save_strategy": "no"})]
+)
+def test_an_optimizer_that_can_or_is_not_to_be_saved_trains(
+    two_ranks: RankPool, start: Path, tmp_path: Path, kind: str, setting: dict[str, Any]
+) -> None:
+    job = JOBS + "train_with_an_odd_optimizer"
+    found = two_ranks.run(job, start=start, output=tmp_path, sizes=EP2, kind=kind, settings=setting)
+    assert found == [("", 6), ("", 6)]
 
 
 def test_optimizer_state_of_an_unsharded_run_is_refused(two_ranks: RankPool, start: Path, tmp_path: Path) -> None:

@@ -91,6 +91,10 @@ def test_experts_that_are_not_cut_into_operators(two_ranks: RankPool, directory:
     check(two_ranks, path, strategies, fsdp=2, ep=2, experts_implementation=implementation)
 
 
+def test_experts_outside_of_the_experts_interface(two_ranks: RankPool, directory: Path) -> None:
+    check(two_ranks, saved_model(directory, "step3p7"), (None, "recompute", "offload"), fsdp=2, ep=2)
+
+
 def test_native_dispatch_is_managed_too(two_ranks: RankPool, directory: Path) -> None:
     path = saved_model(directory, "glm4_moe")
     check(two_ranks, path, ("keep", "recompute", "mixed"), fsdp=2, ep=2, implementation="all_to_all")

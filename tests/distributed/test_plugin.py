@@ -49,6 +49,10 @@ def test_gradients_that_are_not_reduced_yet_are_in_the_budget(two_ranks: RankPoo
             assert relative_error(deferred["gradients"][name], gradient) <= 1e-5, name
 
 
+def test_attach_after_an_evaluation(two_ranks: RankPool, path: Path) -> None:
+    assert two_ranks.run(f"{JOBS}:attached_after_evaluation", path=str(path), fsdp=2, ep=2) == [True, True]
+
+
 def test_a_model_sharded_by_accelerate(two_ranks: RankPool, path: Path) -> None:
     model = whole_model(path)
     ids = all_ids(model)

@@ -13,8 +13,13 @@ JOBS = "tests.distributed.runtime_jobs"
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("models"), "deepseek_v3")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def path(directory: Path) -> Path:
+    return saved_model(directory, "deepseek_v3")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,20 @@ def test_all_tokens_on_one_rank(two_ranks: RankPool, path: Path) -> None:
     assert all(sum(step["freed"].values()) > 0 for step in crowded)
     assert not any(sum(step["freed"].values()) for step in empty)
     assert [step["loss"] for step in crowded] == pytest.approx([step["plain_loss"] for step in crowded], rel=1e-6)
+
+
+def test_what_may_come_is_no_reason_to_refuse(two_ranks: RankPool, directory: Path) -> None:
+    """Refused is only what does not fit even if no token comes; the rest runs under the least demanding plan."""
+    path = saved_model(directory, "qwen3_moe", num_hidden_layers=6, mlp_only_layers=[])
+    job = f"{JOBS}:steps_under_less_than_is_expected"
+    crowded, other = two_ranks.run(job, path=str(path), num_steps=3, fsdp=2, ep=2)
+    assert len(crowded) == 3 and all(num_bytes > 0 for num_bytes in crowded)
+    assert other == [0, 0, 0]
+
+
+def test_sizes_are_learnt_once_in_half_precision(two_ranks: RankPool, path: Path) -> None:
+    for versions in two_ranks.run(f"{JOBS}:news", path=str(path), num_steps=8, fsdp=2, ep=2):
+        assert versions[3] == versions[-1], versions
 
 
 def test_dispatch_is_replayed_only_where_all_ranks_want_it(two_ranks: RankPool, path: Path) -> None:

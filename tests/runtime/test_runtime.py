@@ -198,8 +198,10 @@ def test_fewer_planned_rows_than_routed_makes_it_plan_again(model: PreTrainedMod
     assert runtime.records[2].num_replans == 0
 
 
-def test_more_held_than_predicted_makes_it_plan_again_once(model: PreTrainedModel) -> None:
-    runtime = attached(model, FlexConfig(BASE_BYTES + 9_000_000))
+@pytest.mark.parametrize(("room_bytes", "is_tight"), [(3_400_000, True), (9_000_000, False)], ids=["tight", "ample"])
+def test_more_held_than_predicted_makes_it_plan_again(model: PreTrainedModel, room_bytes: int, is_tight: bool) -> None:
+    """Not where all may be kept all the same."""
+    runtime = attached(model, FlexConfig(BASE_BYTES + room_bytes))
     step(runtime, model)
     extra = torch.ones(2, 64, 4096, requires_grad=True)
     kept = []
@@ -210,7 +212,7 @@ def test_more_held_than_predicted_makes_it_plan_again_once(model: PreTrainedMode
     handle = model.model.layers[0].input_layernorm.register_forward_hook(save_more)
     assert_equal(step(runtime, model, 1), plain_gradients(1))
     handle.remove()
-    assert runtime.records[1].num_replans == 1
+    assert (runtime.records[1].num_replans > 0) is is_tight
 
 
 def test_a_finished_micro_batch_dies_at_once(model: PreTrainedModel) -> None:
@@ -373,7 +375,7 @@ def test_copies_on_their_way_are_no_reason_to_plan_again(monkeypatch: pytest.Mon
     from flex_trainer.offloading import OffloadService
 
     for in_flight_bytes in (0, 5_000_000):
-        runtime = attached(tiny_model("mixtral"), FlexConfig(LIMIT_BYTES * 10))
+        runtime = attached(tiny_model("mixtral"), FlexConfig(LIMIT_BYTES * 2))
         revise = runtime._provisioner.revise  # type: ignore[union-attr]
         monkeypatch.setattr(OffloadService, "in_flight_bytes", property(lambda _, num=in_flight_bytes: num))
 
