@@ -1,6 +1,6 @@
 # make demo   train a small Mixture-of-Experts model under an enforced memory limit (two to three minutes)
 # make test   lint, types and the whole test suite (about 20 minutes on 2 cores)
-# make bench  one benchmark: BENCH=step, planner, predict or survive
+# make bench  one benchmark: BENCH=step, planner, predict, survive or ep
 # make doctor versions, devices, limits and launch settings
 # All of them make .venv and install into it the first time.
 

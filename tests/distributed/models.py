@@ -32,7 +32,8 @@ def saved_model(directory: Path, architecture: str, **overrides: Any) -> Path:
 
 def _class_of(path: Path) -> Any:
     """Also of those that no auto class for causal language models has."""
-    return getattr(transformers, AutoConfig.from_pretrained(path).architectures[0])
+    (name,) = AutoConfig.from_pretrained(path).architectures or ()
+    return getattr(transformers, name)
 
 
 def whole_model(path: Path, **options: Any) -> PreTrainedModel:
