@@ -32,8 +32,8 @@ def saved_model(directory: Path, architecture: str, **overrides: Any) -> Path:
 
 def _class_of(path: Path) -> Any:
     """Also of those that no auto class for causal language models has."""
-    (name,) = AutoConfig.from_pretrained(path).architectures or ()
-    return getattr(transformers, name)
+    config: Any = AutoConfig.from_pretrained(path)
+    return getattr(transformers, config.architectures[0])
 
 
 def whole_model(path: Path, **options: Any) -> PreTrainedModel:
