@@ -44,6 +44,8 @@ class PlanCache:
         self._method_choice = MethodChoice(config.planner)
         self._plans: dict[tuple[object, ...], tuple[str, Plan]] = {}  # with the method that made it
         self._planners: dict[tuple[BatchShape, str, Expected], MitigationPlanner] = {}
+        self._graphs: dict[BatchShape, ActivationGraph] = {}
+        self._graphs_made_in = -1
         self._made_in: tuple[object, ...] = ()
         self.num_made = 0
         """Plans that were not found in the cache."""
@@ -75,6 +77,17 @@ class PlanCache:
             plan = self._make(planner, method, available_bytes, gradients, None)
             _put_bounded(self._plans, key, (method, plan), _MAX_PLANS)
         return plan
+
+    def sizes(self, shape: BatchShape) -> ActivationGraph:
+        """The graph of a micro-batch of this shape, under an even load; its times may be of long ago."""
+        if self._graphs_made_in != self._profile.version:
+            self._graphs.clear()
+            self._graphs_made_in = self._profile.version
+        graph = self._graphs.get(shape)
+        if graph is None:
+            graph = self._profile.graph(shape)
+            _put_bounded(self._graphs, shape, graph, _MAX_PLANNERS)
+        return graph
 
     def note_run(self, plan: Plan) -> None:
         """A micro-batch was run under a plan."""

@@ -248,7 +248,7 @@ class Provisioner:
         self._correction.observe(plan, above_bytes - excess_bytes, is_peak_exact, micro_batch.available_bytes)
 
     def _as_it_ran(self, micro_batch: MicroBatch) -> Plan:
-        graph = micro_batch.loads.graph(self._profile.graph(micro_batch.shape))
+        graph = micro_batch.loads.graph(self._plans.sizes(micro_batch.shape))
         return self._plans.weighed(graph, micro_batch.ran(), micro_batch.gradients)
 
     def release(self, micro_batch: MicroBatch) -> None:
