@@ -42,7 +42,7 @@ class MicroBatchRecord:
     baseline_bytes: int = 0
     """Memory in use before forward (weights, gradients, optimizer, everything else)."""
     predicted_peak_bytes: int = 0
-    """Predicted peak of memory in use over forward and backward, of the same."""
+    """Predicted peak of memory in use over forward and backward; with the same rows."""
     peak_bytes: int = 0
     """Measured peak of memory in use over forward and backward (process on CPU, allocated on CUDA)."""
     step_ms: float = 0.0

@@ -77,7 +77,6 @@ class CheckpointMixin(_TrainerBase):
 
     def _check_after_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer whose state cannot be saved is refused as soon as it has one, not at the first checkpoint."""
-
         is_checked = False
 
         def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:

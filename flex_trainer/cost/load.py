@@ -19,6 +19,7 @@ _STEPS = 8
 _COARSE_STEPS = 4
 """Per factor of two: loads that round to the same step are nearly equal."""
 _MAX_DIFFERENT = 8
+"""So many loads are planned apart; more are merged."""
 _BY_ROWS = frozenset({EP_BLOCK, EP_DISPATCH, "experts", "expert_unpermute"})
 
 
@@ -63,7 +64,7 @@ def follows(kind: str) -> Literal["pairs", "rows"] | None:
 
 def merged(loads: Mapping[int, Load]) -> dict[int, Load]:
     """Layers of nearly equal load get their mean, so that they are planned as one kind. The layer with the most pairs
-    keeps its own. Unchanged with at most 8 different loads.
+    keeps its own. Few different loads stay as they are.
 
     Args:
         loads: by layer.

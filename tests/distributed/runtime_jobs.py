@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from flex_trainer import FlexConfig, FlexRuntime
 from flex_trainer.bench.ep_wire import CountAllToAll
+from flex_trainer.cost.compiled import forget_structures
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.sharding import gathered_bytes
 from flex_trainer.testing.forced import ForcedRuntime, relative_error
@@ -159,7 +160,9 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
 def agreement_by_plans(path: str, is_tight: tuple[bool, ...], num_steps: int, **parallel: Any) -> list[int]:
     """Layers whose dispatch is replayed, by step, where some ranks run under the least demanding plan there is."""
     model = spread_model(Path(path), **parallel)
+    forget_structures()  # choices that other tests in this process found worth having would be tried here too
     runtime = FlexRuntime(FlexConfig(memory_limit="20GiB", strategies=("recompute",)))
+    with_fake_meter(runtime)
     runtime.attach(model)
     if is_tight[dist.get_rank()]:
         runtime.tighten(2, 0)
