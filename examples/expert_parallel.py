@@ -32,7 +32,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from flex_trainer import FlexConfig, FlexTrainer
-from flex_trainer.failing_rank import ranks_fail_together, watch
+from flex_trainer.launch.failing_rank import ranks_fail_together, watch
 from flex_trainer.reports import gather_ranks, rank_table, summary_table
 
 

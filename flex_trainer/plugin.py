@@ -45,7 +45,7 @@ from flex_trainer.errors import UserError
 from flex_trainer.models.sharding import reshard
 from flex_trainer.ranks import num_ranks
 from flex_trainer.runtime import FlexRuntime
-from flex_trainer.transaction import Restorable, Transaction
+from flex_trainer.steps.transaction import Restorable, Transaction
 from flex_trainer.undo import replace_attribute
 
 T = TypeVar("T")

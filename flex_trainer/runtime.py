@@ -30,17 +30,17 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.experts.layout import ReplayVote
-from flex_trainer.meter import MemoryMeter, limit_bytes, meter_for
-from flex_trainer.micro_batch import MicroBatch
+from flex_trainer.memory.enforce import return_freed_memory
+from flex_trainer.memory.meter import MemoryMeter, limit_bytes, meter_for
+from flex_trainer.memory.offloading import OffloadService
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.models.routing import Routing
 from flex_trainer.models.sharding import Units, refuse_unmanaged, units_of, without_replayed_collectives
-from flex_trainer.offloading import OffloadService
-from flex_trainer.process_memory import return_freed_memory
-from flex_trainer.provision import Provisioner
+from flex_trainer.provision.micro_batch import MicroBatch
+from flex_trainer.provision.provisioner import Provisioner
 from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.undo import replace_attribute

@@ -17,19 +17,19 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from flex_trainer.build import build_data, build_model, build_tokenizer, check_recipe, training_arguments
 from flex_trainer.config import FlexConfig
 from flex_trainer.data.collate import CausalCollator
 from flex_trainer.data.samples import TokenDataset
-from flex_trainer.distribute import check_ranks
 from flex_trainer.errors import UserError, user_mistakes_as_one_line
-from flex_trainer.failing_rank import ranks_fail_together, watch
-from flex_trainer.launch import accelerate_settings, launch_command
-from flex_trainer.meter import limit_bytes, meter_for
-from flex_trainer.process_memory import enforce_process_limit
+from flex_trainer.launch.accelerate import accelerate_settings, launch_command
+from flex_trainer.launch.build import build_data, build_model, build_tokenizer, check_recipe, training_arguments
+from flex_trainer.launch.distribute import check_ranks
+from flex_trainer.launch.failing_rank import ranks_fail_together, watch
+from flex_trainer.launch.recipe import Recipe, load_recipe
+from flex_trainer.launch.yaml import RecipeError
+from flex_trainer.memory.enforce import enforce_process_limit
+from flex_trainer.memory.meter import limit_bytes, meter_for
 from flex_trainer.ranks import launched_rank, num_launched
-from flex_trainer.recipe import Recipe, load_recipe
-from flex_trainer.recipe_yaml import RecipeError
 from flex_trainer.reports import RankSummary, gather_ranks, rank_table, summary_table
 from flex_trainer.trainer import FlexTrainer
 from flex_trainer.units import format_bytes

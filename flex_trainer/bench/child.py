@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainerC
 
 from flex_trainer.config import FlexConfig
 from flex_trainer.data.stdlib import stdlib_documents
-from flex_trainer.process_memory import enforce_process_limit, process_memory, return_freed_memory
+from flex_trainer.memory.enforce import enforce_process_limit, return_freed_memory
+from flex_trainer.memory.process import process_memory
 from flex_trainer.trainer import FlexTrainer
 
 

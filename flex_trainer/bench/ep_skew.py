@@ -19,8 +19,9 @@ from flex_trainer.bench.ep_model import FLEX, NATIVE, SKEW, MeshSizes, load_mode
 from flex_trainer.bench.ep_ranks import RankResult, join_ranks, run_ranks, values_of
 from flex_trainer.bench.shapes import BenchShape
 from flex_trainer.config import FlexConfig
+from flex_trainer.memory.enforce import enforce_process_limit, return_freed_memory
+from flex_trainer.memory.process import process_memory
 from flex_trainer.models.discovery import find_experts
-from flex_trainer.process_memory import enforce_process_limit, process_memory, return_freed_memory
 from flex_trainer.runtime import FlexRuntime
 
 CAP_SHARE = 0.6

@@ -17,7 +17,7 @@ from flex_trainer.bench.ep_ranks import join_ranks
 from flex_trainer.bench.ep_wire import CountAllToAll
 from flex_trainer.bench.network import sent_bytes
 from flex_trainer.config import FlexConfig
-from flex_trainer.process_memory import return_freed_memory
+from flex_trainer.memory.enforce import return_freed_memory
 from flex_trainer.runtime import FlexRuntime
 
 _WARM_UP_STEPS = 3

@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, set_seed
 from flex_trainer.bench.child import ByteText
 from flex_trainer.bench.shapes import REFERENCE
 from flex_trainer.config import FlexConfig
-from flex_trainer.process_memory import return_freed_memory
+from flex_trainer.memory.enforce import return_freed_memory
 from flex_trainer.runtime import FlexRuntime
 
 _WARM_UP_ROUNDS = 3

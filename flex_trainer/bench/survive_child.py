@@ -14,12 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from flex_trainer.config import FlexConfig
-from flex_trainer.process_memory import process_limit, process_memory, return_freed_memory
+from flex_trainer.memory.enforce import process_limit, return_freed_memory
+from flex_trainer.memory.process import process_memory
 from flex_trainer.runtime import FlexRuntime
+from flex_trainer.steps.transaction import Transaction
 from flex_trainer.testing.failures import FailingAllocations
 from flex_trainer.testing.fake_meter import BASE_BYTES, with_fake_meter
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
-from flex_trainer.transaction import Transaction
 
 ARCHITECTURE = "mixtral"
 _SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}

@@ -22,10 +22,10 @@ def accelerate_config(
 
     Use it as: accelerate launch --config_file $(flex-trainer accelerate-config RECIPE) -m flex_trainer.train RECIPE
     """
-    from flex_trainer.recipe import load_recipe
+    from flex_trainer.launch.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
 
-    from flex_trainer.launch import render_accelerate_config
+    from flex_trainer.launch.accelerate import render_accelerate_config
 
     typer.echo(render_accelerate_config(loaded, output))

@@ -31,8 +31,8 @@ def doctor(
     from rich.table import Table
     from rich.text import Text
 
-    from flex_trainer.doctor import diagnose
-    from flex_trainer.recipe import load_recipe
+    from flex_trainer.launch.doctor import diagnose
+    from flex_trainer.launch.recipe import load_recipe
 
     if overrides and recipe is None:
         raise UserError(f"{overrides[0]!r} changes a recipe: name it with --recipe")

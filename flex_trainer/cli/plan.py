@@ -39,7 +39,7 @@ def plan(
 
     Needs no weights, no GPU and, for random models, no network.
     """
-    from flex_trainer.recipe import load_recipe
+    from flex_trainer.launch.recipe import load_recipe
 
     # What can be wrong is found before torch and transformers take seconds to import.
     loaded = load_recipe(recipe, overrides or ())

@@ -19,7 +19,7 @@ def train(
     For several processes: accelerate launch --config_file $(flex-trainer accelerate-config RECIPE)
     -m flex_trainer.train RECIPE
     """
-    from flex_trainer.recipe import load_recipe
+    from flex_trainer.launch.recipe import load_recipe
 
     # The recipe is read first: a mistake in it is told before torch and transformers take seconds to import.
     loaded = load_recipe(recipe, overrides or ())

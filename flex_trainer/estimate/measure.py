@@ -17,7 +17,7 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.cost.hardware import Attainable, Hardware
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.machine import MACHINE, as_mapping, knees
-from flex_trainer.offloading import OffloadService
+from flex_trainer.memory.offloading import OffloadService
 
 _REPEATS = 3
 _SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flex_trainer.errors import UserError
-from flex_trainer.mesh import check_expert_ranks
+from flex_trainer.launch.distribute import check_expert_ranks
 
 
 @dataclass(frozen=True)

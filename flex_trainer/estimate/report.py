@@ -15,7 +15,7 @@ from flex_trainer.estimate.rank import PLAN, WAYS, StageOutcome
 from flex_trainer.estimate.settings import Settings, settings_of
 from flex_trainer.estimate.skeleton import build_skeleton
 from flex_trainer.estimate.stage import held_by_kind
-from flex_trainer.recipe import Recipe
+from flex_trainer.launch.recipe import Recipe
 
 IMBALANCES = (1.0, 1.2, 2.6)
 """Balanced; a trained router's everyday; a spike."""

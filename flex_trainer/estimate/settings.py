@@ -11,7 +11,7 @@ from flex_trainer.cost.hardware import Hardware
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.optimizers import DEFAULT, optimizer
 from flex_trainer.estimate.stage import Precision
-from flex_trainer.recipe import Recipe
+from flex_trainer.launch.recipe import Recipe
 from flex_trainer.strategy import Strategy
 
 

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flex_trainer.build import build_tokenizer, loaded_config, random_config
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.mesh import Stage
 from flex_trainer.estimate.weights import Weight
+from flex_trainer.launch.build import build_tokenizer, loaded_config, random_config
+from flex_trainer.launch.recipe import Recipe
+from flex_trainer.launch.yaml import RecipeError
 from flex_trainer.models.discovery import discover, find_experts
-from flex_trainer.recipe import Recipe
-from flex_trainer.recipe_yaml import RecipeError
 
 _PLACES = frozenset({"layer_idx", "layer_index", "layer_id", "training"})
 """Attributes in which layers of one kind differ."""

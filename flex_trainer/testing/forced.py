@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from flex_trainer.activations.scope import Choices
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
-from flex_trainer.micro_batch import MicroBatch
+from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.strategy import Site, Strategy
 

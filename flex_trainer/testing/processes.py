@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flex_trainer.process_memory import process_memory
+from flex_trainer.memory.process import process_memory
 
 POLL_SECONDS = 0.01
 

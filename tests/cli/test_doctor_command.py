@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flex_trainer import doctor as diagnosis
-from flex_trainer import launch_findings, process_memory
 from flex_trainer.cli import main
-from flex_trainer.recipe import load_recipe
+from flex_trainer.launch import doctor as diagnosis
+from flex_trainer.launch import findings as launch_findings
+from flex_trainer.launch.recipe import load_recipe
+from flex_trainer.memory import process as process_memory
 
 
 def run(*arguments: str) -> int:

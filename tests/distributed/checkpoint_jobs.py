@@ -26,8 +26,8 @@ from flex_trainer import FlexConfig, FlexTrainer
 from flex_trainer.checkpoint import CheckpointError, CheckpointMixin
 from flex_trainer.checkpoint.placement import is_one_block
 from flex_trainer.checkpoint.sharded import load_model, save_sharded
-from flex_trainer.distribute import distribute
 from flex_trainer.errors import UserError
+from flex_trainer.launch.distribute import distribute
 from flex_trainer.testing.forced import whole
 from flex_trainer.testing.tiny import tiny_model
 

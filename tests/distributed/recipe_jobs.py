@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import set_seed
 
-from flex_trainer.build import build_model, build_tokenizer, training_arguments
-from flex_trainer.recipe import ParallelSection, Recipe, load_recipe
+from flex_trainer.launch.build import build_model, build_tokenizer, training_arguments
+from flex_trainer.launch.recipe import ParallelSection, Recipe, load_recipe
 from flex_trainer.train import run
 
 

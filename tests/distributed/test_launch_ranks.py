@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flex_trainer.launch import render_accelerate_config
-from flex_trainer.recipe import load_recipe
+from flex_trainer.launch.accelerate import render_accelerate_config
+from flex_trainer.launch.recipe import load_recipe
 from flex_trainer.testing.ranks import free_port
 from flex_trainer.testing.wandb_file import read_wandb_file
 from flex_trainer.train import run

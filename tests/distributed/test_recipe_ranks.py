@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flex_trainer.recipe import load_recipe
+from flex_trainer.launch.recipe import load_recipe
 from flex_trainer.testing.ranks import RankError, RankPool
 from flex_trainer.testing.tiny import tiny_model
 from flex_trainer.train import run

@@ -16,9 +16,9 @@ from flex_trainer.estimate.estimator import Estimator
 from flex_trainer.estimate.rank import CHECKPOINT, KEEP, OFFLOAD, PLAN
 from flex_trainer.estimate.settings import Settings, settings_of
 from flex_trainer.estimate.skeleton import Skeleton, build_skeleton
-from flex_trainer.gradients import Gradients
+from flex_trainer.launch.recipe import load_recipe
 from flex_trainer.planner.mitigation import MitigationPlanner
-from flex_trainer.recipe import load_recipe
+from flex_trainer.provision.gradients import Gradients
 from flex_trainer.strategy import Strategy
 from flex_trainer.symbolic.forward import SymbolicModel
 from tests.estimate.recipes import write_recipe

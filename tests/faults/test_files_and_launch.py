@@ -12,17 +12,18 @@ from transformers import TrainingArguments
 
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Scope
-from flex_trainer.build import build_model, build_tokenizer, check_recipe, training_arguments
 from flex_trainer.callbacks.values import FlexLog, flex_logs, reduce_over_ranks
 from flex_trainer.compat import grouped_linear
 from flex_trainer.experts.operators import run_plainly
-from flex_trainer.launch import accelerate_settings
-from flex_trainer.meter import CudaMeter, ProcessMeter
+from flex_trainer.launch.accelerate import accelerate_settings
+from flex_trainer.launch.build import build_model, build_tokenizer, check_recipe, training_arguments
+from flex_trainer.launch.recipe import Recipe, load_recipe
+from flex_trainer.launch.yaml import RecipeError
+from flex_trainer.memory.cuda_meter import CudaMeter
+from flex_trainer.memory.enforce import return_freed_memory
+from flex_trainer.memory.process_meter import ProcessMeter
 from flex_trainer.models.discovery import find_experts
 from flex_trainer.models.experts import part_sites, run_in_scope, split_experts_forward
-from flex_trainer.process_memory import return_freed_memory
-from flex_trainer.recipe import Recipe, load_recipe
-from flex_trainer.recipe_yaml import RecipeError
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.fake_runtime import FakeRuntime, make_record
 from flex_trainer.testing.steps import ByFunction

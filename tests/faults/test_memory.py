@@ -16,9 +16,9 @@ from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.callbacks.values import flex_logs
 from flex_trainer.config import FlexConfig
-from flex_trainer.gradients import Gradients
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.routing import Routing
+from flex_trainer.provision.gradients import Gradients
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, FakeMeter, with_fake_meter

@@ -15,8 +15,8 @@ from transformers import Trainer
 from flex_trainer import FlexConfig, FlexTrainer, FlexTrainerMixin
 from flex_trainer.activations.context import current_scope
 from flex_trainer.cost.profile import Profile
-from flex_trainer.forecast import Forecast
 from flex_trainer.models.discovery import discover, find_experts
+from flex_trainer.provision.forecast import Forecast
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.strategy import LEAST_MOVED_BYTES, Strategy
 from flex_trainer.testing.steps import instrumented

@@ -45,7 +45,7 @@ from flex_trainer import FlexConfig, FlexPlugin
 from flex_trainer.activations.offload import OffloadStore, flat_bytes
 from flex_trainer.activations.pinned_tier import PinnedTier
 from flex_trainer.config import STRATEGIES
-from flex_trainer.offloading import OffloadService
+from flex_trainer.memory.offloading import OffloadService
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.steps import instrumented, mixed
 

@@ -77,7 +77,7 @@ def test_only_the_main_process_writes_the_profile(
 ) -> None:
     path = tmp_path / "profile.json"
     for rank, is_main in ((1, False), (0, True)):
-        monkeypatch.setattr("flex_trainer.provision.this_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("flex_trainer.provision.provisioner.this_rank", lambda rank=rank: rank)
         runtime = attached(model, FlexConfig(LIMIT_BYTES, seed_profile=str(path)))
         step(runtime, model)
         runtime.detach()

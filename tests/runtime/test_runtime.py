@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from flex_trainer.activations.context import current_scope
 from flex_trainer.config import FlexConfig
+from flex_trainer.memory.enforce import enforce_process_limit, return_freed_memory
+from flex_trainer.memory.process import process_memory, reset_peak_rss
 from flex_trainer.models.routing import Routing
-from flex_trainer.process_memory import enforce_process_limit, process_memory, reset_peak_rss, return_freed_memory
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.processes import run_in_subprocess
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
@@ -372,7 +373,7 @@ def test_a_trace_is_no_part_of_the_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 
 def test_copies_on_their_way_are_no_reason_to_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sources are held for a moment, and the plan does not count them."""
-    from flex_trainer.offloading import OffloadService
+    from flex_trainer.memory.offloading import OffloadService
 
     for in_flight_bytes in (0, 5_000_000):
         runtime = attached(tiny_model("mixtral"), FlexConfig(LIMIT_BYTES * 2))

@@ -1,0 +1,140 @@
+"""Sizes of micro-batches that never ran: a shape not known yet is traced on shapes alone before it runs.
+
+So the first micro-batch is planned, and one that is eight times longer than any before is planned too, not guessed.
+Where a model cannot be traced (its forward looks at data, a kernel has no shape rule), sizes are learnt from real
+micro-batches instead, the first of which runs with everything mitigated.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flex_trainer.activations.trace import Work
+from flex_trainer.cost.profile import Profile
+from flex_trainer.cost.shape import BatchShape
+from flex_trainer.memory.enforce import return_freed_memory
+from flex_trainer.models.discovery import ModelMap
+from flex_trainer.snapshot import RandomStreams
+from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
+from flex_trainer.symbolic.leftovers import Leftovers
+
+_LOG = logging.getLogger(__name__)
+_PROBE_SIZE = 512
+_LAUNCH_SECONDS = 5e-6
+
+
+class Forecast:
+    """Teaches a profile what a micro-batch will hold, before it runs.
+
+    Args:
+        model: the model that is trained; it is only read.
+        model_map: its operators.
+        device: where it runs.
+        is_enabled: if not, nothing is traced.
+    """
+
+    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device, is_enabled: bool = True) -> None:
+        self._model = model
+        self._map = model_map
+        self._device = device
+        self._is_enabled = is_enabled
+        self.has_traced = False
+        self._speed: tuple[float, float] | None = None
+        self.refusal: str | None = None
+        """Why the model cannot be traced, once that was seen."""
+
+    def teach(self, profile: Profile, shape: BatchShape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        """Trace a micro-batch that the profile does not know, or that is much longer than all it knows.
+
+        Returns:
+            Seconds spent; 0 where the profile knows enough.
+
+        Raises:
+            TraceLeftBehindError: the forward has put tensors of the trace somewhere outside of the model.
+        """
+        if (
+            not self._is_enabled
+            or self.refusal is not None
+            or (profile.knows(shape) and not profile.is_longer_than_any(shape))
+        ):
+            return 0.0
+        started = time.perf_counter()
+        forward = self._trace(args, kwargs, shape.has_padding)
+        if forward is not None:
+            self.has_traced = True
+            profile.observe(shape, forward.trace, forward.routed_pairs)
+        return time.perf_counter() - started
+
+    def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_padding: bool) -> SymbolicForward | None:
+        """A trace with estimated times; None where it is refused."""
+        streams = RandomStreams(self._device)
+        symbolic: SymbolicModel | None = None
+        leftovers: Leftovers | None = None
+        forward: SymbolicForward | None = None
+        try:
+            # A new twin each time (they are rare): training flags, frozen parameters and adapters may have changed.
+            symbolic = SymbolicModel(
+                self._model, self._device, has_fused_attention=self._device.type == "cuda", find=self._map.in_copy
+            )
+            leftovers = symbolic.leftovers()
+            forward = symbolic.trace(args, kwargs, has_padding=has_padding)
+            forward.set_seconds(self._seconds_of)
+        except Exception as error:  # a user's forward may fail in any way on tensors without data; said, not hidden
+            self._refuse(error)
+        finally:
+            symbolic = None
+            streams.restore()
+            # What is left of the twin: copies of its weights that an autocast around this forward keeps, and reference
+            # cycles, as in any module with bound methods put on it.
+            torch.clear_autocast_cache()
+            gc.collect()
+            if self._device.type == "cpu":
+                return_freed_memory()  # resident memory is what the micro-batch starts from
+        if leftovers is not None:
+            leftovers.check()
+        return forward
+
+    def _refuse(self, error: Exception) -> None:
+        self.refusal = f"{type(error).__name__}: {error}"
+        _LOG.warning(
+            "Activation sizes of %s are learnt from real micro-batches, since it cannot be traced on shapes alone (%s)",
+            type(self._model).__name__,
+            self.refusal,
+        )
+        failed: BaseException | None = error
+        while failed is not None:  # its frames hold the twin's tensors
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__ or failed.__context__
+
+    def _seconds_of(self, work: Work) -> float:
+        """A first guess at an operator's time, until a real run has measured it."""
+        if self._speed is None:
+            self._speed = _probe(self._device)
+        flops_per_second, bytes_per_second = self._speed
+        return max(work.flops / flops_per_second, work.moved_bytes / bytes_per_second) + _LAUNCH_SECONDS
+
+
+def _probe(device: torch.device) -> tuple[float, float]:
+    """Floating-point operations and bytes copied per second, roughly (a few milliseconds)."""
+    a = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=device)
+
+    def best(function: Any) -> float:
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        return max(min(seconds), 1e-9)
+
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        return 2 * _PROBE_SIZE**3 / best(lambda: a @ a), 2 * a.numel() * a.element_size() / best(lambda: a.clone())
