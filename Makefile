@@ -1,5 +1,6 @@
 # make demo   train a small Mixture-of-Experts model under an enforced memory limit (two to three minutes)
-# make test   lint, types and the whole test suite (about 20 minutes on 2 cores)
+# make test   lint, types and the tests (at most 8 minutes on 2 cores)
+# make test-sweeps  the same claims on all architectures, real benchmark runs, long combinations
 # make bench  one benchmark: BENCH=step, planner, predict, survive or ep
 # make doctor versions, devices, limits and launch settings
 # All of them make .venv and install into it the first time.
@@ -15,7 +16,7 @@ BENCH ?= step
 # One thread per test process: with several processes on few cores more threads only get in each other's way.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 
-.PHONY: demo test pytest lint format bench doctor clean help
+.PHONY: demo test test-sweeps pytest lint format bench doctor clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -26,8 +27,12 @@ demo: $(INSTALLED)
 test: lint pytest
 
 pytest: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --ignore tests/distributed
-	$(TEST_ENV) $(BIN)/python -m pytest tests/distributed
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "not ranks and not sweep"
+	$(TEST_ENV) $(BIN)/python -m pytest -m "ranks and not sweep"
+
+test-sweeps: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "sweep and not ranks"
+	$(TEST_ENV) $(BIN)/python -m pytest -m "sweep and ranks"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

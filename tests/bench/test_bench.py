@@ -129,6 +129,7 @@ def test_every_benchmark_is_found_by_its_name(name: str, monkeypatch: pytest.Mon
     assert (result["name"], result["figures"]) == (name, {"is_quick": True})
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(600)  # three processes, each of which traces and trains
 def test_survive_runs() -> None:
     """The quick benchmark, with fewer micro-batches still."""

@@ -165,6 +165,7 @@ def test_parts_and_ranks_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 # Ranks
 
 
+@pytest.mark.ranks
 def test_a_failing_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flex_trainer.bench.ep_ranks._GRACE_S", 0.5)
     started = time.monotonic()
@@ -176,6 +177,7 @@ def test_a_failing_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None
         values_of(results, "a try")
 
 
+@pytest.mark.ranks
 def test_ranks_that_take_too_long_are_ended() -> None:
     results = run_ranks("tests.bench.ep_jobs:sleep_for_a_minute", {}, 2, timeout_s=0.5)
     assert [result.error for result in results] == ["ended with exit code -9, out of time"] * 2
@@ -184,6 +186,7 @@ def test_ranks_that_take_too_long_are_ended() -> None:
 # Counting
 
 
+@pytest.mark.ranks
 def test_what_goes_to_others_is_counted(pool: RankPool) -> None:
     row_bytes = 3 * 4
     for found in pool.run("tests.bench.ep_jobs:send_rows"):
@@ -205,6 +208,7 @@ def python(call: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from tests.bench.ep_jobs import *; {call}"]
 
 
+@pytest.mark.network
 @needs_hosts
 def test_a_link_is_as_slow_as_asked_and_goes_away() -> None:
     num_bytes = 2 * 10**6
@@ -223,6 +227,7 @@ def test_a_link_is_as_slow_as_asked_and_goes_away() -> None:
     assert not Path("/run/netns", here.namespace).exists() and not Path("/run/netns", there.namespace).exists()
 
 
+@pytest.mark.network
 @needs_hosts
 def test_hosts_go_away_after_an_error_and_those_of_dead_processes_too() -> None:
     # A process that has ended for sure: its number is above the highest there can be.
@@ -235,6 +240,7 @@ def test_hosts_go_away_after_an_error_and_those_of_dead_processes_too() -> None:
     assert not any(Path("/run/netns", host.namespace).exists() for host in hosts)
 
 
+@pytest.mark.network
 @needs_hosts
 def test_a_rate_that_tc_does_not_know_is_told() -> None:
     with pytest.raises(RuntimeError, match="tc .* rate warp9 .* failed"), two_hosts("warp9"):
@@ -256,6 +262,8 @@ def test_why_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 # The parts, as small as they get
 
 
+@pytest.mark.ranks
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_equality_runs(pool: RankPool, tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
@@ -269,6 +277,7 @@ def test_equality_runs(pool: RankPool, tmp_path: Path) -> None:
     assert first["differ"]["freed_bytes"] > 0 == second["differ"]["freed_bytes"]
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_both_implementations_run_in_turns() -> None:
     figures = ep._in_turns(small(SPEED), 1, QUIET, is_managed=True, has_link=False)
@@ -278,6 +287,7 @@ def test_both_implementations_run_in_turns() -> None:
     assert (figures["num_steps"], figures["freed_bytes"]) == (1, 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_all_tokens_go_to_rank_0(tmp_path: Path) -> None:
     from flex_trainer.bench.ep_model import write_model

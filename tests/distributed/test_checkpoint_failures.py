@@ -10,6 +10,8 @@ from flex_trainer.testing.ranks import RankError, RankPool
 from tests.distributed import checkpoint_jobs as jobs
 from tests.distributed.checkpoint_jobs import EP2, JOBS
 
+pytestmark = pytest.mark.ranks
+
 MOST_SECONDS = 10.0
 
 

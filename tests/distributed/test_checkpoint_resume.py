@@ -12,6 +12,8 @@ from flex_trainer.testing.ranks import RankPool
 from tests.distributed import checkpoint_jobs as jobs
 from tests.distributed.checkpoint_jobs import EP2, JOBS, assert_same_run, assert_same_state, assert_same_tensors
 
+pytestmark = pytest.mark.ranks
+
 FSDP2 = {"fsdp_size": 2}
 EP2_OF_4 = {"fsdp_size": 4, "ep_size": 2}
 REPLICATED = {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}

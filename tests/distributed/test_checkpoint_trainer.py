@@ -12,6 +12,8 @@ from flex_trainer.testing.ranks import RankPool
 from tests.distributed import checkpoint_jobs as jobs
 from tests.distributed.checkpoint_jobs import EP2, JOBS
 
+pytestmark = pytest.mark.ranks
+
 FLEX = {**EP2, "ep_implementation": "flex"}
 
 

@@ -12,6 +12,9 @@ from flex_trainer.testing.forced import relative_error
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed.equality_jobs import STRATEGIES, odd_ids
 from tests.distributed.models import all_ids, gradients_of, saved_model, skew, whole_model
+from tests.tiers import sweep_over
+
+pytestmark = pytest.mark.ranks
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
 EXACT = 1e-5
@@ -79,7 +82,7 @@ def check(
                 assert_used(strategy, answers[number])
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", sweep_over(FAMILIES))
 def test_expert_parallel_under_every_strategy(two_ranks: RankPool, directory: Path, architecture: str) -> None:
     check(two_ranks, saved_model(directory, architecture), (None, *STRATEGIES), fsdp=2, ep=2)
 

@@ -35,7 +35,7 @@ report: {html: report.html, to: [wandb]}
 MOST_SECONDS = 30.0
 """From the failure of a rank to the end of the launch: 2 to 8 seconds on an idle machine. What would not end waits two
 minutes (in `launch_jobs`) or half an hour (in a collective)."""
-pytestmark = pytest.mark.timeout(400)  # a launch takes a quarter of a minute on an idle machine
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]  # a launch takes a quarter of a minute on an idle machine
 
 
 class Launch:

@@ -12,6 +12,8 @@ from flex_trainer.testing.forced import relative_error
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed.models import all_ids, saved_model, whole_model
 
+pytestmark = pytest.mark.ranks
+
 JOBS = "tests.distributed.plugin_jobs"
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from flex_trainer.testing.ranks import RankError, RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 def test_jobs_share_a_group_and_return_one_result_per_rank(two_ranks: RankPool) -> None:
     assert two_ranks.run("tests.distributed.jobs:add_ranks") == [1, 1]

@@ -14,6 +14,8 @@ from flex_trainer.testing.tiny import tiny_model
 from flex_trainer.train import run
 from tests.distributed.recipes import DEEPSEEK, QWEN
 
+pytestmark = pytest.mark.ranks
+
 JOBS = "tests.distributed.recipe_jobs"
 
 

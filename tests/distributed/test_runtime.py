@@ -9,6 +9,8 @@ import pytest
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed.models import saved_model
 
+pytestmark = pytest.mark.ranks
+
 JOBS = "tests.distributed.runtime_jobs"
 
 

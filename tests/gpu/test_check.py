@@ -32,6 +32,7 @@ def test_on_the_gpu() -> None:
     assert set(result["checks"].values()) == {"PASS"}, lines
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(300)
 def test_the_script_on_a_cpu() -> None:
     exit_code, result, lines = run_check("--device", "cpu", "--quick")

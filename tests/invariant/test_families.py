@@ -17,6 +17,7 @@ from flex_trainer.testing.steps import (
     train_step,
 )
 from flex_trainer.testing.tiny import FAMILIES, all_moe_architectures, tiny_batch, tiny_model
+from tests.tiers import sweep_over
 
 KEEP, RECOMPUTE, OFFLOAD, QUANTIZE = Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE
 
@@ -93,7 +94,7 @@ def test_every_strategy_gives_the_plain_step(architecture: str):
     assert_same_step(train_step(model, batch_without_cache), plain)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", sweep_over(FAMILIES))
 def test_each_kind_of_operator_alone(architecture: str):
     model = tiny_model(architecture)
     batch = {**tiny_batch(model, batch_size=1, sequence_length=6), "use_cache": False}
@@ -126,7 +127,7 @@ def test_quantized_activations_move_gradients_little(architecture: str):
     assert_nothing_held(step)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", sweep_over(FAMILIES))
 def test_dropout_and_caches(architecture: str):
     """Random numbers in operators are drawn again alike; a block that fills a cache is not run twice."""
     model = tiny_model(architecture, attention_dropout=0.1)
@@ -138,7 +139,7 @@ def test_dropout_and_caches(architecture: str):
             assert_same_step(train_step(model, batch, choose), plain)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", sweep_over(FAMILIES))
 def test_low_precision(architecture: str):
     """Weights in bf16, and fp32 weights under bf16 autocast."""
     for dtype, autocast in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
@@ -178,6 +179,7 @@ def test_routing_is_decided_once(architecture: str):
     assert all(1 <= num_calls[name] <= num_parts[name] for name in num_parts)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("architecture", [name for name in all_moe_architectures() if name not in FAMILIES])
 def test_every_other_architecture(architecture: str):
     model = tiny_model(architecture)
