@@ -1,7 +1,7 @@
 """Which tests are quick and which are sweeps.
 
-`make test` runs what is not marked `sweep`: every claim, on architectures that differ in structure. `make test-sweeps` runs
-the rest: the same claims on all architectures, real runs of the benchmarks and long combinations.
+`make test` runs what is not marked `sweep`: every claim, on architectures that differ in structure. `make test-sweeps`
+runs the rest: the same claims on all architectures, real runs of the benchmarks and long combinations.
 """
 
 from __future__ import annotations
