@@ -34,7 +34,8 @@ class BudgetBooks:
 
     def __init__(self, num_warmup: int = 1) -> None:
         self._rounds: deque[int] = deque([_checked(num_warmup)], maxlen=_ROUNDS_REMEMBERED)
-        self._scheduled: int | None = None
+        self.scheduled: int | None = None
+        """W as a schedule has it; None: it is learnt."""
         self._most_in_flight = 0  # in this round
         self._in_flight: dict[Hashable, tuple[int, int]] = {}  # bytes held, and bytes on top of them in backward
 
@@ -42,7 +43,7 @@ class BudgetBooks:
     def num_expected(self) -> int:
         """W: how many forwards come before the first backward. A schedule says so; else it is the most there were
         recently."""
-        return self._scheduled if self._scheduled is not None else max(self._rounds)
+        return self.scheduled if self.scheduled is not None else max(self._rounds)
 
     def follow_schedule(self, num_warmup: int | None) -> None:
         """W as a schedule has it; None: learn it from what runs.
@@ -50,7 +51,7 @@ class BudgetBooks:
         Raises:
             ValueError: below 1.
         """
-        self._scheduled = None if num_warmup is None else _checked(num_warmup)
+        self.scheduled = None if num_warmup is None else _checked(num_warmup)
 
     @property
     def num_in_flight(self) -> int:
