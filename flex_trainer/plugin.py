@@ -55,8 +55,8 @@ T = TypeVar("T")
 class FlexPlugin:
     """Attaches a FlexRuntime to an Accelerator and a model.
 
-    `run(function, *args)` makes forward and backward repeatable: where an allocation fails, the optimizer step is rolled
-    back and its micro-batches are retried in less memory.
+    `run(function, *args)` makes forward and backward repeatable: where an allocation fails, the optimizer step is
+    rolled back and its micro-batches are retried in less memory.
 
     Args:
         config: the settings; read from the device when None.

@@ -136,8 +136,7 @@ class FlexRuntime(RunView):
 
     @property
     def in_flight(self) -> list[MicroBatch]:
-        """The micro-batches whose forward has begun and whose backward has not ended, in the order of their forwards.
-        """
+        """The micro-batches from the begin of their forward to the end of their backward, in order of their forwards."""
         return list(self._flight.micro_batches)
 
     @property
@@ -337,7 +336,7 @@ class FlexRuntime(RunView):
     ) -> Iterator[Scope]:
         micro_batch = self._flight.open_forward(part.name)
         if micro_batch is None or micro_batch.entered is None or site.name in micro_batch.entered:
-            micro_batch = self._start(part, args, kwargs)
+            micro_batch = self._start(part, args, kwargs, is_whole=False)
             micro_batch.entered = set()
         assert micro_batch.entered is not None and micro_batch.scope is not None
         micro_batch.entered.add(site.name)
@@ -350,14 +349,16 @@ class FlexRuntime(RunView):
         finally:
             self.books.offloading.settle()
 
-    def _start(self, part: ModelPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatch:
-        """A forward begins: budget, plan, scope."""
+    def _start(
+        self, part: ModelPart, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool = True
+    ) -> MicroBatch:
+        """A forward begins: budget, plan, scope. `is_whole`: these are the arguments of the model's own forward."""
         self._flight.settle()
         self._engine_place.at = Place("planning", "the model")
         shape = shape_of(args, kwargs)
         # Before it is at work: what a trace needs is no part of the micro-batch's peak.
         started = time.perf_counter()
-        traced_seconds = part.prepare(shape, args, kwargs)
+        traced_seconds = part.prepare(shape, args, kwargs) if is_whole else 0.0
         looked_up_seconds = max(time.perf_counter() - started - traced_seconds, 0.0)
         with self._flight.beginning(part) as activity:
             micro_batch = self._begin(part, shape, self._next_number(part))
@@ -404,8 +405,8 @@ class FlexRuntime(RunView):
 
         Args:
             part: with `micro_batch`: whose backward it is.
-            micro_batch: its number; it ends with this context, whatever is kept for it. Not named, it ends when its
-                values are gone.
+            micro_batch: its number; it ends with this context, whatever is kept for it. Those that are not named end
+                too, but where the graph is kept for another backward (`retain_graph=True`).
             is_last: False for the first half of a backward that is split (gradients of inputs, then of weights).
 
         Raises:

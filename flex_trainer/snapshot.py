@@ -234,7 +234,7 @@ class Bookkeeping:
             return False
         return (
             all(attributes.get(name, _MISSING) is value for name, value in self._bound.items())
-            and all((tensor := large()) is not None and attributes.get(name) is tensor for name, large in self._large.items())
+            and all(large() is not None and attributes.get(name) is large() for name, large in self._large.items())
             and all(id(attributes.get(name)) == other for name, other in self._others.items())
             and all(tensor._version == version for tensor, version, _ in self._tensors)
             and all(_has_content(container, content) for container, content in self._containers)

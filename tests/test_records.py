@@ -20,8 +20,13 @@ def unusual(number: int):
     values = {"peak_bytes": 3 * GIB_BYTES} if number == 3 else {}
     is_spike = number % 7 == 0
     return make_record(
-        number, **values, is_spike=is_spike, demand_bytes=(2 + number) * GIB_BYTES if is_spike else 0, plan_ms=1.0,
-        freed_bytes={"recompute": number}, predicted_bytes=GIB_BYTES // 2 + number,
+        number,
+        **values,
+        is_spike=is_spike,
+        demand_bytes=(2 + number) * GIB_BYTES if is_spike else 0,
+        plan_ms=1.0,
+        freed_bytes={"recompute": number},
+        predicted_bytes=GIB_BYTES // 2 + number,
     )
 
 

@@ -127,7 +127,7 @@ def test_a_later_capture_holds_only_what_has_changed() -> None:
     layer.seen.append(2)
     later = ModuleValues(model.modules(), still)
     assert [record.module for record in later._changed.values()] == [layer]
-    assert ModuleValues(model.modules(), later)._changed == later._changed  # what has changed before is not captured anew
+    assert ModuleValues(model.modules(), later)._changed == later._changed  # not captured anew
     layer.calls, layer.tracker = 7, 3  # now a number, where another object was left alone
     newest = ModuleValues(model.modules(), later)
     layer.calls = layer.tracker = 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import tempfile
@@ -116,7 +117,8 @@ def _train(
     losses = []
     for number in range(num):
         batch = _batch(model, generator)
-        losses.append(forward_and_backward(batch) if step is None else step.run_micro_batch(forward_and_backward, batch))
+        run = forward_and_backward if step is None else functools.partial(step.run_micro_batch, forward_and_backward)
+        losses.append(run(batch))
         if number % _ACCUMULATION == _ACCUMULATION - 1:
             optimizer.step()
             optimizer.zero_grad()

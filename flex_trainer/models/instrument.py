@@ -31,7 +31,6 @@ from flex_trainer.models.routing import NoListener, Routing, RoutingListener
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 
-
 Outside = Callable[[Site, tuple[Any, ...], dict[str, Any]], AbstractContextManager[Scope] | None]
 """Asked for a scope when an operator is run while no micro-batch is in forward on this thread; None: run it plainly."""
 

@@ -35,9 +35,7 @@ class Flight:
         ended: called with each micro-batch whose backward has ended, when its part has learnt from it.
     """
 
-    def __init__(
-        self, parts: Mapping[str, ModelPart], place: Whereabouts, ended: Callable[[MicroBatch], None]
-    ) -> None:
+    def __init__(self, parts: Mapping[str, ModelPart], place: Whereabouts, ended: Callable[[MicroBatch], None]) -> None:
         self.books: DeviceBooks | None = None
         """Of the device; before anything begins."""
         self.micro_batches: list[MicroBatch] = []
@@ -126,10 +124,11 @@ class Flight:
         self._place.at = None
         with self._lock:
             for one in list(self.micro_batches):
-                if one.has_backward_begun and not one.backwards and named in (None, one):
-                    self._device.activities.put_down(one.activity)
-            if named is not None and is_last and named in self.micro_batches:
-                self._finish(named)
+                if not one.has_backward_begun or one.backwards or named not in (None, one):
+                    continue
+                self._device.activities.put_down(one.activity)
+                if is_last and (named is one or not one.keeps_graph):
+                    self._finish(one)
             self.settle()
 
     def backward_begins(self, micro_batch: MicroBatch, number: int) -> None:

@@ -112,7 +112,12 @@ class Provision:
 
 
 def provide(
-    plan_for: Callable[[int], Plan], left_bytes: int, books: BudgetBooks, *, step_bytes: int = 1, is_minimum: bool = False
+    plan_for: Callable[[int], Plan],
+    left_bytes: int,
+    books: BudgetBooks,
+    *,
+    step_bytes: int = 1,
+    is_minimum: bool = False,
 ) -> Provision:
     """Budget and plan of the next micro-batch.
 

@@ -114,7 +114,8 @@ def _spikes(records: Sequence[MicroBatchRecord]) -> str:
     note = ""
     if totals.num_noteworthy > MAX_SPIKE_ROWS:
         shown = worst_of(shown, MAX_SPIKE_ROWS)
-        note = f"<p>The {MAX_SPIKE_ROWS} worst of {totals.num_noteworthy:,}: over the limit, then furthest over budget.</p>"
+        which = f"The {MAX_SPIKE_ROWS} worst of {totals.num_noteworthy:,}"
+        note = f"<p>{which}: over the limit, then furthest over budget.</p>"
     heads = ("micro-batch", "step", "tokens", "imbalance", "keep-all demand", "budget", "held", "peak", "re-plans")
     head = "".join(f"<th>{name}</th>" for name in heads)
     rows = "".join(_spike_row(record) for record in shown)

@@ -9,6 +9,7 @@ from flex_trainer.config import STRATEGIES
 from flex_trainer.records import MicroBatchRecord, totals_of
 from flex_trainer.totals import MAX_POINTS, MAXIMUM_FIELDS
 
+
 @dataclass(frozen=True)
 class Timeline:
     """One value per group of consecutive micro-batches in every column; a group is one micro-batch in short runs."""
