@@ -136,7 +136,7 @@ class FlexRuntime(RunView):
 
     @property
     def in_flight(self) -> list[MicroBatch]:
-        """The micro-batches from the begin of their forward to the end of their backward, in order of their forwards."""
+        """The micro-batches between the begin of their forward and the end of their backward, in that order."""
         return list(self._flight.micro_batches)
 
     @property

@@ -173,7 +173,7 @@ class Scope:
 
     @property
     def holds_values(self) -> bool:
-        """Whether autograd still holds anything that was saved here: each saved tensor holds the hook that unpacks it."""
+        """Whether autograd holds anything that was saved here: each saved tensor holds the hook that unpacks it."""
         return self._unpacker is not None and self._unpacker() is not None
 
     @property

@@ -81,7 +81,7 @@ class ModelPart:
             books.start_at(self.profile.transient_factor, self.profile.margin_bytes)
         self.forecast = Forecast(managed.module, managed.map, managed.device, self._config.trace)
         self.plans = PlanCache(self._config, self.profile, books.correction, books.offloading)
-        self.next_number = 0
+        self.next_number = 0 if earlier is None else earlier.next_number
         """Of the next micro-batch, unless a schedule gives it one."""
 
     @property

@@ -140,6 +140,28 @@ def test_sharded_models_are_refused_before_anything_is_changed(
     assert model.is_activation_checkpointing and runtime._books is None
 
 
+def test_the_device_of_a_model_is_not_that_of_the_next(model: PreTrainedModel) -> None:
+    runtime = FlexRuntime(FlexConfig("20GiB", ("recompute",)))
+    runtime.attach(model)
+    assert runtime.device.type == "cpu"
+    runtime.detach()
+    with pytest.raises(ValueError, match="on cpu and cuda devices, not on 'meta'"):
+        runtime.attach(tiny_model("llama").to("meta"))
+    assert not runtime.is_attached and runtime.limit_bytes == 20 * 2**30
+
+
+def test_malloc_is_left_as_it_is_where_a_run_is_only_watched(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("flex_trainer.runtime.return_freed_memory", lambda: calls.append("set"))
+    for strategies, expected in (((), []), (("recompute",), ["set"])):
+        runtime = attached(model, FlexConfig(LIMIT_BYTES, strategies))
+        step(runtime, model)  # also the trace of the first micro-batch
+        runtime.detach()
+        assert calls == expected
+
+
 def test_report(model: PreTrainedModel, tmp_path: Path) -> None:
     runtime = attached(model)
     step(runtime, model)

@@ -113,7 +113,9 @@ INTERLEAVED = "F first 0, F first 1, F last 0, B last 0, F last 1, B last 1, B f
 STRAIGHT = "F first 0, F last 0, B last 0, B first 0, F first 1, F last 1, B last 1, B first 1"
 
 
-@pytest.mark.parametrize(("actions", "most_in_flight"), [(INTERLEAVED, 3), (STRAIGHT, 2)], ids=["interleaved", "straight"])
+@pytest.mark.parametrize(
+    ("actions", "most_in_flight"), [(INTERLEAVED, 3), (STRAIGHT, 2)], ids=["interleaved", "straight"]
+)
 def test_two_parts_in_one_process(run: Any, actions: str, most_in_flight: int) -> None:
     runtime, first, last = run()
     runtime.follow_schedule(most_in_flight)

@@ -377,6 +377,33 @@ def test_a_trace_is_no_part_of_the_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     assert record.plan_ms <= record.step_ms <= (time.perf_counter() - ended[0]) * 1e3
 
 
+def test_all_that_the_planner_does_is_counted(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    """Looking a shape up, gradients, budget and plan, re-plans, and what is learnt afterwards."""
+    runtime = attached(model, FlexConfig(LIMIT_BYTES * 2, ("recompute",)))
+    step(runtime, model)
+    part = runtime.part()
+    slow = [
+        (part.profile, "knows", 0.02), (part.profile, "observe", 0.04), (part.managed.gradients, "now", 0.03),
+        (part.plans, "plan", 0.01), (runtime.books.correction, "observe", 0.03), (part.profile, "pairs", 0.01),
+    ]  # fmt: skip
+    num_calls: dict[str, int] = {}
+    slept: list[float] = []
+    for owner, name, seconds in slow:
+        original = getattr(owner, name)
+
+        def slowed(*args: Any, original: Any = original, name: str = name, seconds: float = seconds) -> Any:
+            num_calls[name] = num_calls.get(name, 0) + 1
+            slept.append(seconds)
+            time.sleep(seconds)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, slowed)
+    assert_equal(step(runtime, model, 1), plain_gradients(1))
+    assert sum(slept) >= 0.15 and num_calls["observe"] == 2 and num_calls["pairs"] == 3
+    assert runtime.records[-1].plan_ms >= 1e3 * sum(slept)
+    assert num_calls["knows"] <= 2  # by the forecast, and for the plan; not for each of the routers
+
+
 def test_copies_on_their_way_are_no_reason_to_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sources are held for a moment, and the plan does not count them."""
     from flex_trainer.memory.offloading import OffloadService

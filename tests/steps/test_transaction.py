@@ -294,6 +294,40 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "strategies is empty" in message_of(Once(), run=watching)
 
 
+@pytest.mark.parametrize("reason", ["several processes", "no strategies"])
+def test_nothing_is_prepared_where_no_step_can_be_rolled_back(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _, runtime = transaction(
+        FlexConfig(AMPLE.memory_limit, strategies=() if reason == "no strategies" else ("recompute",))
+    )
+    if reason == "several processes":
+        monkeypatch.setattr("flex_trainer.steps.transaction.num_ranks", lambda: 2)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("prepared")
+
+    for name in ("ModuleValues", "RandomStreams"):
+        monkeypatch.setattr(f"flex_trainer.steps.transaction.{name}", refuse)
+    assert step.run_micro_batch(lambda: (5, runtime.can_roll_back)) == (5, False)
+
+
+def test_the_micro_batches_of_a_step_share_what_has_not_changed() -> None:
+    step, model, _ = transaction()
+    layer: Any = model.model.layers[0]
+    weight = next(model.parameters())
+    layer.calls = 0
+
+    def function() -> None:
+        layer.calls += 1
+        weight.grad = torch.ones_like(weight) if weight.grad is None else weight.grad + 1
+
+    for _ in range(4):
+        step.run_micro_batch(function)
+    assert step._step is not None
+    first, *others = [call.modules for call in step._step.calls]
+    assert len(others) == 3 and all(one._base is first._base for one in others)
+    assert [[record.module for record in one._changed.values()] for one in others] == [[layer]] * 3
+
+
 def test_gradients_of_what_only_the_optimizer_knows_are_taken_back_too() -> None:
     _, model, runtime = transaction()
     head = nn.Parameter(torch.ones(()))
