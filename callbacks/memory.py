@@ -61,7 +61,7 @@ class FlexMemoryCallback(TrainerCallback):
         self.runtime = runtime
         self.alert_every_steps = alert_every_steps
         self._log = FlexLog(runtime)
-        self._next_unchecked = len(runtime.records)
+        self._next_unchecked = runtime.records.num_total
         self._num_unreported = 0
         self._last_alert_step: int | None = None
         self._args: TrainingArguments | None = None
@@ -86,13 +86,13 @@ class FlexMemoryCallback(TrainerCallback):
     ) -> None:
         self._args, self._state = args, state
         self._log.restart(state.log_history if state.global_step > 0 else ())
-        self._next_unchecked = len(self.runtime.records)
+        self._next_unchecked = self.runtime.records.num_total
         self._num_unreported = 0
         self._last_alert_step = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        new_records = self.runtime.records[self._next_unchecked :]
-        self._next_unchecked += len(new_records)
+        new_records = self.runtime.records.since(self._next_unchecked)
+        self._next_unchecked = self.runtime.records.num_total
         over_limit = [record for record in new_records if record.is_over_limit]
         if not over_limit or not state.is_world_process_zero:
             return
@@ -114,7 +114,7 @@ class FlexMemoryCallback(TrainerCallback):
     ) -> None:
         if not _reports_to_wandb(args):
             return
-        rows: list[Any] = spike_rows(self._log.run_records, rank=args.process_index)
+        rows: list[Any] = spike_rows(self._log.run_spikes, rank=args.process_index)
         if args.world_size > 1:
             rows = _worst_rows(gather_object(rows))
         run = _wandb_run(args) if state.is_world_process_zero else None

@@ -29,7 +29,7 @@ class FlexProgressCallback(ProgressCallback):
     def __init__(self, runtime: Runtime, max_str_len: int = 100) -> None:
         super().__init__(max_str_len=max_str_len)
         self.runtime = runtime
-        self._next = len(runtime.records)
+        self._next = runtime.records.num_total
         self._peak_bytes = 0
         self._num_spikes = 0
 
@@ -37,11 +37,11 @@ class FlexProgressCallback(ProgressCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self._next = len(self.runtime.records)
+        self._next = self.runtime.records.num_total
         self._peak_bytes = self._num_spikes = 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._read(self.runtime.records[self._next :])
+        self._read(self.runtime.records.since(self._next))
         if self.training_bar is not None:
             self.training_bar.set_postfix_str(self.postfix, refresh=False)
         super().on_step_end(args, state, control, **kwargs)
@@ -64,7 +64,7 @@ class FlexProgressCallback(ProgressCallback):
         return f"mem peak {peak_gib:.2f}/{limit_gib:.2f} GiB, spikes {self._num_spikes}"
 
     def _read(self, new_records: Sequence[MicroBatchRecord]) -> None:
-        self._next += len(new_records)
+        self._next = self.runtime.records.num_total
         self._peak_bytes = max([self._peak_bytes, *(record.peak_bytes for record in new_records)])
         self._num_spikes += sum(record.is_spike for record in new_records)
 

@@ -130,7 +130,7 @@ def reduce_over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class FlexLog:
-    """Turns the runtime's growing list of records into one row of values per log call.
+    """Turns the runtime's records into one row of values per log call.
 
     Args:
         runtime: its `records` are read from where the last row ended; records made before this object are not its.
@@ -138,7 +138,7 @@ class FlexLog:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._first = self._next = len(runtime.records)
+        self._first = self._next = runtime.records.num_total
         self._next_retry = len(runtime.retries)
         self._num_spikes = 0
         self._num_over_limit = 0
@@ -152,7 +152,7 @@ class FlexLog:
         The totals go on from the newest row, so that a resumed run does not seem to have had fewer spikes. Spikes
         between that row and the checkpoint are in neither, as is the loss of those steps.
         """
-        self._first = self._next = len(self._runtime.records)
+        self._first = self._next = self._runtime.records.num_total
         self._next_retry = len(self._runtime.retries)
         self._num_spikes = self._num_over_limit = self._num_retries = 0
         for row in reversed(log_history):
@@ -163,9 +163,9 @@ class FlexLog:
                 return
 
     @property
-    def run_records(self) -> Sequence[MicroBatchRecord]:
-        """The micro-batches since the run began."""
-        return self._runtime.records[self._first :]
+    def run_spikes(self) -> Sequence[MicroBatchRecord]:
+        """The spikes since the run began, as far as they are remembered."""
+        return self._runtime.records.spikes_since(self._first)
 
     def values(self, gather: Gather | None = None) -> dict[str, float]:
         """The values since the last call. Empty when no micro-batch has run since.
@@ -173,8 +173,8 @@ class FlexLog:
         Args:
             gather: given, every rank has to call this, and all get the row of all ranks.
         """
-        window = self._runtime.records[self._next :]
-        self._next += len(window)
+        window = self._runtime.records.since(self._next)
+        self._next = self._runtime.records.num_total
         retries = self._runtime.retries[self._next_retry :]
         row = flex_logs(window, self._runtime.limit_bytes, retries)
         if row:

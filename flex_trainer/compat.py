@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,16 @@ from transformers.integrations.moe import _grouped_linear as grouped_linear
 from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
 from transformers.utils import import_utils
 
-__all__ = ["DecoderLayer", "as_if_real", "grouped_linear", "local_parameters", "release_pinned_cache"]
+__all__ = [
+    "DecoderLayer",
+    "as_if_real",
+    "current_backward",
+    "grouped_linear",
+    "keeps_graph",
+    "local_parameters",
+    "release_pinned_cache",
+    "when_backward_ends",
+]
 
 
 @contextmanager
@@ -42,3 +51,30 @@ def release_pinned_cache() -> None:
     torch.cuda.empty_cache leaves the host's side alone; goes when torch 2.13's private function is public.
     """
     torch._C._host_emptyCache()
+
+
+def current_backward() -> int:
+    """The number of the backward that runs on this thread; -1 outside of one.
+
+    torch 2.13 has it for its own checkpointing only; goes when it is public.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs on this thread keeps what was saved for it (`retain_graph=True`).
+
+    Private in torch 2.13; goes when it is public.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that runs on this thread has ended; never, where it ends in an error.
+
+    FSDP2 and DDP use the same call, which torch 2.13 has no public name for.
+
+    Raises:
+        RuntimeError: outside of a backward.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

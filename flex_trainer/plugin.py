@@ -11,8 +11,8 @@
             optimizer.step(); optimizer.zero_grad()
     flex.detach()
 
-With forward and backward in a function, a step whose memory runs out is taken back and run again, instead of ending the
-run (see transaction.py):
+With forward and backward in a function, a step whose memory runs out is rolled back and retried, instead of ending the
+run (see steps/transaction.py):
 
     def forward_and_backward(batch):
         loss = model(**batch).loss
@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -54,8 +55,8 @@ T = TypeVar("T")
 class FlexPlugin:
     """Attaches a FlexRuntime to an Accelerator and a model.
 
-    `run(function, *args)` makes forward and backward repeatable: where an allocation fails, the optimizer step is taken
-    back and its micro-batches run again in less memory.
+    `run(function, *args)` makes forward and backward repeatable: where an allocation fails, the optimizer step is
+    rolled back and its micro-batches are retried in less memory.
 
     Args:
         config: the settings; read from the device when None.
@@ -77,8 +78,10 @@ class FlexPlugin:
         """Manage the activations of `model`, or of the one model that `accelerator` has prepared.
 
         Raises:
-            ValueError: no model or several were prepared and none is given; and what `FlexRuntime.attach` raises.
+            ValueError: no model or several were prepared and none is given; DeepSpeed or Megatron-LM is on; and what
+                `FlexRuntime.attach` raises.
         """
+        _refuse_other_engines(accelerator)
         if model is None:
             prepared = accelerator._models
             if len(prepared) != 1:
@@ -106,8 +109,8 @@ class FlexPlugin:
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call `function(*args, **kwargs)` and return what it returns. The function runs forward and backward of one or
-        more micro-batches; where memory runs out in it, all that this optimizer step has run so far is run again, in
-        less memory, with the same result as if nothing had failed.
+        more micro-batches; where memory runs out in it, all that this optimizer step has run so far is retried, in less
+        memory, with the same result as if nothing had failed.
 
         The function must do the same each time: take its data as arguments, leave the optimizer's step and counting to
         the caller, and return nothing that holds the graph (`loss.detach()`, not `loss`). Gradients must be None when
@@ -115,12 +118,12 @@ class FlexPlugin:
         the allocation is raised, with a note that says why.
 
         Raises:
-            MemoryLimitError: memory ran out even under the least demanding plan: which operator, how many bytes, which
+            MemoryLimitError: memory ran out even under the minimum-memory plan: which operator, how many bytes, which
                 limit.
         """
         if self._transaction is None:
             return function(*args, **kwargs)
-        return self._transaction.run(function, *args, **kwargs)
+        return self._transaction.run_micro_batch(function, *args, **kwargs)
 
     def detach(self) -> None:
         """Give model and accelerator back as they were.
@@ -159,8 +162,25 @@ class FlexPlugin:
         self._undo.append(replace_attribute(accelerator, "clip_grad_norm_", clip))
 
 
+def _refuse_other_engines(accelerator: Accelerator) -> None:
+    """Refuse engines that own forward, backward and the weights themselves.
+
+    Raises:
+        ValueError: DeepSpeed or Megatron-LM.
+    """
+    names = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.MEGATRON_LM: "Megatron-LM"}
+    name = names.get(accelerator.distributed_type)
+    if name is not None:
+        raise UserError(
+            f"the accelerator runs {name} (distributed_type={accelerator.distributed_type.value}), whose weights and "
+            "backward FlexTrainer cannot manage. Shard weights by FSDP2 and spread experts over ranks instead: load "
+            'the model with distributed_config=DistributedConfig(fsdp_size=..., ep_size=..., ep_implementation="flex") '
+            "and leave the DeepSpeed or Megatron-LM settings out (docs/parallelism.md)."
+        )
+
+
 def _refuse_lone_parameters(model: nn.Module) -> None:
-    """Refuse parameters that were added after the model was sharded, and that nobody keeps equal on the ranks.
+    """Refuse parameters that were added after the model was sharded, which are not kept equal on the ranks.
 
     Raises:
         ValueError: the first of them.

@@ -1,10 +1,13 @@
-"""What is remembered of a run: its micro-batches, and the steps that were taken back. Reports, callbacks and other
+"""What is remembered of a run: its micro-batches, and the steps that were rolled back. Reports, callbacks and other
 tools read these."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
+
+from flex_trainer.totals import Totals
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,7 @@ class MicroBatchRecord:
     step: int
     """Optimizer step this micro-batch belongs to, from 0."""
     micro_batch: int
-    """Running number of the micro-batch over the whole run, from 0."""
+    """Running number of the micro-batch over the whole run, from 0; or the number that a schedule has given it."""
     num_tokens: int
     """Tokens in the micro-batch (batch x sequence, padding included)."""
     imbalance: float
@@ -30,7 +33,8 @@ class MicroBatchRecord:
     freed_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes not held because of each strategy: keys recompute, offload, quantize."""
     plan_ms: float = 0.0
-    """Time spent planning (budget, plan, re-plans)."""
+    """All time that the planner took: looking sizes up, budget, plan, re-plans, and what it learnt afterwards (the last
+    is not in `step_ms`)."""
     trace_ms: float = 0.0
     """Time spent tracing the micro-batch on shapes alone, where its sizes were not known (outside of `step_ms`)."""
     is_spike: bool = False
@@ -42,33 +46,130 @@ class MicroBatchRecord:
     baseline_bytes: int = 0
     """Memory in use before forward (weights, gradients, optimizer, everything else)."""
     predicted_peak_bytes: int = 0
-    """Predicted peak of memory in use over forward and backward; with the same rows."""
+    """Predicted peak of memory in use over forward and backward; with the same rows, and with what other micro-batches
+    held at the time of its backward."""
     peak_bytes: int = 0
-    """Measured peak of memory in use over forward and backward (process on CPU, allocated on CUDA)."""
+    """Measured peak of memory in use over forward and backward (process on CPU, allocated on CUDA). While it waits for
+    its backward and others run, what they need is not its own."""
     step_ms: float = 0.0
-    """Forward plus backward time of this micro-batch."""
+    """Time of this micro-batch from forward to the end of backward, less the time in which it waited while others ran.
+    """
     num_replans: int = 0
     """How often the plan was changed after a router."""
     is_profile: bool = False
     """Whether this micro-batch was run with everything mitigated, to measure what could not be traced beforehand."""
     num_unmanaged: int = 0
     """Saved tensors of kinds the engine leaves alone (subclasses, sparse tensors): kept, and not counted in bytes."""
+    part: str = ""
+    """The part of the model, where several are managed on this device (pipeline stages)."""
 
     @property
     def is_over_limit(self) -> bool:
         return self.peak_bytes > self.limit_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """What the budget had left had everything been kept; negative in a spike."""
+        return self.budget_bytes - self.demand_bytes
+
+    @property
+    def prediction_error_percent(self) -> float | None:
+        """`100 x |predicted - actual| / actual` of the activation bytes at the end of forward.
+
+        None for a micro-batch that held nothing, or that was run to measure operators: it has predicted nothing.
+        """
+        if self.is_profile or self.actual_bytes <= 0:
+            return None
+        return 100 * abs(self.predicted_bytes - self.actual_bytes) / self.actual_bytes
+
+
+MAX_RECORDS = 4096
+"""The newest records that are always there; up to as many more, until they are given up together."""
+
+
+class RunRecords(Sequence[MicroBatchRecord]):
+    """The newest records of a run, and what all came to: memory that does not grow with the run.
+
+    A sequence of the newest records, `MAX_RECORDS` at least. Older ones are in `totals()`.
+    """
+
+    def __init__(self, records: Iterable[MicroBatchRecord] = (), max_records: int = MAX_RECORDS) -> None:
+        self._max_records = max_records
+        self._recent: list[MicroBatchRecord] = []
+        self._older = Totals()
+        for record in records:
+            self.append(record)
+
+    @property
+    def num_total(self) -> int:
+        """Records made, also those that are given up."""
+        return self._older.num_micro_batches + len(self._recent)
+
+    def append(self, record: MicroBatchRecord) -> None:
+        self._recent.append(record)
+        if len(self._recent) == 2 * self._max_records:
+            for older in self._recent[: self._max_records]:
+                self._older.add(older)
+            del self._recent[: self._max_records]
+
+    def since(self, num_records: int) -> list[MicroBatchRecord]:
+        """The records after the first `num_records` of the run; without those that are given up."""
+        return self._recent[max(num_records - self._older.num_micro_batches, 0) :]
+
+    def spikes_since(self, num_records: int) -> list[MicroBatchRecord]:
+        """Spikes after the first `num_records` of the run. Of those given up: the worst, where the run is asked for
+        from its beginning; none otherwise."""
+        older = self._older.noteworthy if num_records == 0 else ()
+        return [record for record in (*older, *self.since(num_records)) if record.is_spike]
+
+    def forget_since(self, num_records: int) -> None:
+        """Take back all but the first `num_records` of the run."""
+        del self._recent[max(num_records - self._older.num_micro_batches, 0) :]
+
+    def totals(self) -> Totals:
+        """What all records of the run come to."""
+        totals = self._older.copy()
+        for record in self._recent:
+            totals.add(record)
+        return totals
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatchRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatchRecord]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatchRecord | list[MicroBatchRecord]:
+        return self._recent[index]
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def __iter__(self) -> Iterator[MicroBatchRecord]:
+        return iter(self._recent)
+
+    def __eq__(self, other: object) -> bool:
+        return self._recent == (other._recent if isinstance(other, RunRecords) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RunRecords({self._recent!r})"
+
+
+def totals_of(records: Sequence[MicroBatchRecord]) -> Totals:
+    """What records come to; of a run's, with those that are given up."""
+    return records.totals() if isinstance(records, RunRecords) else Totals.of(records)
+
 
 @dataclass(frozen=True)
 class StepRetry:
-    """An optimizer step that was taken back and run again under a tighter plan, because an allocation failed."""
+    """An optimizer step that was rolled back and retried under a tighter plan, because an allocation failed."""
 
     step: int
     """Optimizer step, from 0."""
     micro_batch: int
     """Running number of the micro-batch that failed."""
     attempt: int
-    """1: with a wider safety margin; 2: under the least demanding plan; 0: no allocation has failed, memory is shared
+    """1: with a wider safety margin; 2: under the minimum-memory plan; 0: no allocation has failed, memory is shared
     out among more micro-batches in flight than before."""
     phase: str
     """What was going on: planning, forward, backward, recovery, or begin (no room was left for another forward)."""

@@ -1,54 +1,63 @@
-"""One micro-batch from budget to backward.
+"""One micro-batch in one part of the model, from budget to backward.
 
-    begin      measure what is in use -> budget (Algorithm 1) -> plan, or take the plan from the cache
-    forward    every operator under its strategy; after each router, look whether the rest of the plan still holds
-    end        what is really held replaces what was predicted in the books
-    backward   values come back; then the measured peak corrects the model, and a record is kept
+    attach     plugin.attach -> FlexRuntime.attach
+                 -> provision/managed_model.ManagedModel.of    looked at once: operators, units, gradients, fingerprint
+                 -> provision/device_books.DeviceBooks         once per device: meter, limit, offload store, books
+                 -> provision/part.ModelPart                   per part of the model: sizes, plans, expert loads
+                 -> models/instrument.Instrumentation          operators go through the engine from now on
+    begin      model.forward -> _forward -> _start
+                 -> models/inputs.shape_of -> part.prepare -> provision/forecast.Forecast.teach       sizes
+                 -> part.begin -> device_books.measure -> provision/policy.provide -> plan_cache.plan  budget and plan
+                 -> activations/scope.Scope                    opened around the forward
+    forward    models/instrument.forward -> scope.run          every operator under its strategy
+                 router -> provision/after_router.on_routed -> part.revise       does the rest of the plan still hold?
+                 provision/flight.end_forward -> part.commit   what is held replaces what was predicted in the books
+    backward   accelerator.backward -> flight.backward -> autograd -> scope._unpack                   values come back
+                 first value -> flight.backward_begins;  compat.when_backward_ends -> flight._backward_ended
+    end        flight.settle -> _finish -> part.learn -> _ended -> micro_batch.record -> records
 
-`attach` puts the runtime between a model and its operators; `detach` takes it out; `backward` goes around every
-backward. Where an allocation fails, transaction.py takes the step back and runs it again.
+Begin and end of forward and backward are events of (part, micro-batch). The model may be entered by another door than
+its forward (`_entered`), and a pipeline runtime may say itself what begins and ends (`forward`, `backward`). Where an
+allocation fails, steps/transaction.py rolls the step back and retries it.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from flex_trainer.activations.clock import Clock, HostClock, clocks_for
+from flex_trainer.activations.clock import clocks_for
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
 from flex_trainer.activations.scope import Scope
+from flex_trainer.compat import current_backward
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
-from flex_trainer.experts.layout import ReplayVote
+from flex_trainer.errors import UserError
 from flex_trainer.memory.enforce import return_freed_memory
-from flex_trainer.memory.meter import MemoryMeter, limit_bytes, meter_for
-from flex_trainer.memory.offloading import OffloadService
+from flex_trainer.memory.meter import MemoryMeter, meter_for
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
-from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
-from flex_trainer.models.routing import Routing
-from flex_trainer.models.sharding import Units, refuse_unmanaged, units_of, without_replayed_collectives
+from flex_trainer.provision.after_router import AfterRouter
+from flex_trainer.provision.device_books import DeviceBooks
+from flex_trainer.provision.flight import Flight
+from flex_trainer.provision.managed_model import ManagedModel
 from flex_trainer.provision.micro_batch import MicroBatch
-from flex_trainer.provision.provisioner import Provisioner
-from flex_trainer.records import MicroBatchRecord, StepRetry
-from flex_trainer.strategy import Site, Strategy
+from flex_trainer.provision.part import ModelPart, path_of_part
+from flex_trainer.reports.run_view import RunView
+from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
-from flex_trainer.units import format_bytes
-
-if TYPE_CHECKING:
-    from flex_trainer.reports.ranks import RankSummary
-    from flex_trainer.reports.summary import RunSummary
 
 
 class Mark(NamedTuple):
@@ -56,11 +65,14 @@ class Mark(NamedTuple):
 
     step: int
     num_micro_batches: int
+    """Begun, over all parts."""
     num_records: int
+    next_numbers: Mapping[str, int]
+    """By part."""
 
 
-class FlexRuntime:
-    """Everything FlexTrainer does to one model during training.
+class FlexRuntime(RunView):
+    """Everything FlexTrainer does on one device during training: to one model, or to several parts of one.
 
     Args:
         config: the settings.
@@ -68,29 +80,21 @@ class FlexRuntime:
     """
 
     def __init__(self, config: FlexConfig | None = None, device: torch.device | None = None) -> None:
-        self.config = config or FlexConfig()
-        self.records: list[MicroBatchRecord] = []
-        self.retries: list[StepRetry] = []
-        """Steps that were taken back and run again."""
+        super().__init__(config or FlexConfig())
         self.step = 0
         """The optimizer step of the micro-batches to come; Trainer and plugin keep it up to date."""
-        self.can_step_back = False
+        self.can_roll_back = False
         """Whether a transaction is around what runs now."""
-        self._device = device
-        self._meter: MemoryMeter | None = None
-        self._make_clock: Callable[[], Clock] = HostClock
-        self._provisioner: Provisioner | None = None
-        self._offloading: OffloadService | None = None
+        self._given_device = device
+        self._given_meter: MemoryMeter | None = None
+        self._books: DeviceBooks | None = None
+        self._parts: dict[str, ModelPart] = {}
+        self._detached: dict[str, ModelPart] = {}  # what they have learnt
+        self._undo: dict[str, list[Callable[[], None]]] = {}
         self._resumed_profile: Path | None = None
-        self._model: nn.Module | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._model_name = ""
-        self._modules: dict[str, nn.Module] = {}
-        self._units: Units | None = None
-        self._pending: list[MicroBatch] = []
-        self._running: MicroBatch | None = None
-        self._is_window_open = False
-        self._whereabouts = Whereabouts()
+        self._engine_place = Whereabouts()
+        self._flight = Flight(self._parts, self._engine_place, self._ended)
+        self._thread = threading.local()  # .number: what `forward` has said of the forward to come
         self._num_micro_batches = 0
         self._has_warned = False
 
@@ -98,42 +102,47 @@ class FlexRuntime:
 
     @property
     def is_attached(self) -> bool:
-        return self._model is not None
+        return bool(self._parts)
 
     @property
     def limit_bytes(self) -> int:
         """The memory limit in bytes; 0 before the first `attach`."""
-        return self._provisioner.limit_bytes if self._provisioner is not None else 0
+        return self._books.limit_bytes if self._books is not None else 0
 
     def memory_now(self) -> dict[str, int]:
         """Bytes in use now by name: process (CPU); allocated, reserved, device (CUDA)."""
-        return self._meter.now() if self._meter is not None else {}
+        return self._books.meter.now() if self._books is not None else {}
 
-    def summary(self) -> RunSummary:
-        """The run so far in a few figures."""
-        from flex_trainer.reports import summarize
+    @property
+    def books(self) -> DeviceBooks:
+        """What belongs to the device. After the first `attach`."""
+        assert self._books is not None, "after attach"
+        return self._books
 
-        return summarize(self.records, self.limit_bytes, self.retries)
+    def part(self, name: str = "") -> ModelPart:
+        """What belongs to a part of the model, also after it was detached."""
+        return self._parts[name] if name in self._parts else self._detached[name]
 
-    def report(self, path: str | Path, ranks: Sequence[RankSummary] = ()) -> Path:
-        """Write the self-contained HTML report of all micro-batches so far and return its path.
+    @property
+    def model(self) -> nn.Module:
+        """The model that is managed; of several parts, the first."""
+        assert self._parts, "after attach"
+        return next(iter(self._parts.values())).managed.module
 
-        Args:
-            ranks: with several processes, what `reports.ranks.gather_ranks` returns: the summary is then of all ranks.
+    @property
+    def models(self) -> list[nn.Module]:
+        """All parts that are managed."""
+        return [part.managed.module for part in self._parts.values()]
 
-        Raises:
-            ValueError: the path cannot be written.
-        """
-        from flex_trainer.reports import write_report
+    @property
+    def in_flight(self) -> list[MicroBatch]:
+        """The micro-batches between the begin of their forward and the end of their backward, in that order."""
+        return list(self._flight.micro_batches)
 
-        info = {
-            "Model": type(self._model).__name__ if self._model is not None else self._model_name,
-            "Device": str(self._device),
-            "Strategies": ", ".join(self.config.strategies) or "none",
-            "Memory limit": format_bytes(self.limit_bytes),
-        }
-        write_report(Path(path), self.records, self.limit_bytes, info, self.retries, ranks)
-        return Path(path)
+    @property
+    def running(self) -> MicroBatch | None:
+        """The micro-batch that is in forward on this thread."""
+        return self._flight.running()
 
     # Checkpoints
 
@@ -143,8 +152,8 @@ class FlexRuntime:
         Raises:
             ValueError: the file cannot be written.
         """
-        if self._provisioner is not None:
-            self._provisioner.write_profile(path)
+        for name, part in {**self._detached, **self._parts}.items():
+            part.write_profile(path_of_part(path, name))
 
     def resume_planner(self, path: Path) -> None:
         """Have the first `attach` begin with what `save_planner` has written, instead of the seed profile."""
@@ -152,75 +161,98 @@ class FlexRuntime:
 
     # Attaching
 
-    def attach(self, model: nn.Module) -> None:
-        """Manage the activations of `model` from its next forward on.
+    def use_meter(self, meter: MemoryMeter) -> None:
+        """Measure memory by this meter, from the next `attach` on, instead of the device's own."""
+        self._given_meter, self._books = meter, None
 
-        Nothing is changed when it raises.
+    def follow_schedule(self, num_in_flight: int | None) -> None:
+        """How many forwards (of micro-batches in parts) come before the first backward, where a schedule says so: W of
+        Algorithm 1. None: learn it from what runs. After the first `attach`.
 
         Raises:
-            ValueError: no decoder layers, FSDP1 or tensor-parallel weights, a device that cannot be measured, a limit
-                below what is in use already, an offload directory or a seed profile that cannot be used.
-            RuntimeError: a model is attached already.
+            ValueError: below 1.
         """
-        if self._model is not None:
-            raise RuntimeError("this runtime manages a model already; call detach() first")
+        self.books.budgets.follow_schedule(num_in_flight)
+
+    def attach(self, model: nn.Module, part: str = "") -> None:
+        """Manage the activations of `model` from its next forward on.
+
+        Several parts of one model, such as the stages of a pipeline that run on this device, are attached one after the
+        other, each under a name; they share the memory limit. Nothing is changed when it raises.
+
+        Raises:
+            ValueError: no decoder layers, FSDP1 or tensor-parallel weights, a device that cannot be measured, parts on
+                several devices, a limit below what is in use already, an offload directory or a seed profile that
+                cannot be used.
+            RuntimeError: a model (a part of this name) is attached already.
+        """
+        if part in self._parts or (self._parts and "" in (part, *self._parts)):
+            raise RuntimeError(
+                "this runtime manages a model already; call detach() first, or give every part of the model a name: "
+                "attach(stage, part='stage 0')"
+            )
         # Step 1: everything that may be refused.
-        refuse_unmanaged(model)
-        model_map = without_replayed_collectives(discover(model))
-        self._device = self._device or next(model.parameters()).device
-        self._meter = self._meter or meter_for(self._device)
-        self._make_clock = clocks_for(self._device)
-        if self._device.type == "cpu":
-            return_freed_memory()
-        if self._offloading is None or self._provisioner is None:
-            limit = limit_bytes(self.config, self._meter)
-            self._offloading = OffloadService(self.config, self._device, limit)
-        else:
-            limit = self._provisioner.limit_bytes
-        self._provisioner = Provisioner(
-            self.config,
-            limit,
-            self._meter,
-            self._offloading,
-            model,
-            model_map,
-            earlier=self._provisioner,
-            resumed_profile=self._resumed_profile,
+        managed = ManagedModel.of(model, self._given_device, part)
+        books = self._books_for(managed.device)
+        resumed = path_of_part(self._resumed_profile, part) if self._resumed_profile is not None else None
+        one = ModelPart(
+            managed,
+            books,
+            is_alone=not self._parts,
+            earlier=self._detached.get(part),
+            resumed_profile=resumed if resumed is not None and resumed.exists() else None,
         )
+        books.check_start()
         # Step 2: the model.
+        undo: list[Callable[[], None]] = []
         try:
-            self._undo.append(self._stop_checkpointing(model))
-            self._undo.append(Instrumentation(model, model_map, self).remove)
-            self._undo.append(self._wrap_forward(model))
+            undo.append(self._stop_checkpointing(model))
+            listener = AfterRouter(one, lambda: self.running)
+            enter = functools.partial(self._entered, one)
+            undo.append(Instrumentation(model, managed.map, listener, enter).remove)
+            undo.append(self._wrap_forward(one))
         except BaseException:
-            self._give_back()
+            _undo_all(undo)
             raise
-        self._model = model
-        self._model_name = type(model).__name__
-        self._modules = {operator.site.name: operator.module for operator in model_map.operators}
-        self._units = Units(model, self._modules) if units_of(model) else None
+        self._parts[part], self._undo[part] = one, undo
+        self._books = self._flight.books = books
+        books.gathered_bytes = sum(each.managed.gathered_bytes for each in self._parts.values())
+        self.model_name = ", ".join(dict.fromkeys(type(each).__name__ for each in self.models))
+        self.device_name = str(managed.device)
+        if managed.device.type == "cpu" and self.config.strategies:
+            return_freed_memory()
+
+    def _books_for(self, device: torch.device) -> DeviceBooks:
+        if self._books is not None and self._books.device == device:
+            return self._books
+        if self._parts:
+            raise UserError(
+                f"this runtime manages a part of the model on {self.books.device}, and this one is on {device}: the "
+                "parts that share a memory limit are on one device. Use a FlexRuntime for each device."
+            )
+        return DeviceBooks(self.config, device, self._given_meter or meter_for(device))
 
     def detach(self) -> None:
-        """Give the model back as it was. Records stay; then, on the main process, a seed profile is written.
+        """Give the model, with all its parts, back as it was. Records stay; then, on the main process, a seed profile
+        is written.
 
         Raises:
             ValueError: the seed profile cannot be written; the model is given back all the same.
         """
-        if self._model is None:
+        if not self._parts:
             return
-        assert self._provisioner is not None
         try:
-            self._finish()
+            self._flight.settle()
         finally:
-            self._give_back()
-            self._forget(self._pending)
-            self._end_window()
-            self._model = None
-        self._provisioner.save_profile()
-
-    def _give_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+            for undo in self._undo.values():
+                _undo_all(undo)
+            self._flight.forget_all()
+            self._detached.update(self._parts)
+            detached = list(self._parts.values())
+            self._parts.clear()
+            self._undo.clear()
+        for part in detached:
+            part.save_profile()
 
     def _stop_checkpointing(self, model: nn.Module) -> Callable[[], None]:
         if is_checkpointing(model):
@@ -231,140 +263,164 @@ class FlexRuntime:
             )
         return stop_checkpointing(model)
 
-    def _wrap_forward(self, model: nn.Module) -> Callable[[], None]:
+    def _wrap_forward(self, part: ModelPart) -> Callable[[], None]:
+        model = part.managed.module
         original = model.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Evaluation, generation and scoring run without gradients; a nested call belongs to the outer one. And
-            # after `detach` somebody who replaced this function may still call it.
-            is_managed = self._model is model and torch.is_grad_enabled() and current_scope() is None
-            if not is_managed or torch.compiler.is_compiling():
+            # after `detach` this function may still be called by one that was put in its place.
+            if not self._is_managed(part) or current_scope() is not None:
                 return original(*args, **kwargs)
-            with self._micro_batch(args, kwargs):
+            with self._forward(part, args, kwargs):
                 return original(*args, **kwargs)
 
         return replace_attribute(model, "forward", forward)
 
-    # One micro-batch
+    def _is_managed(self, part: ModelPart) -> bool:
+        is_attached = self._parts.get(part.name) is part
+        return is_attached and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+    # Forward
 
     @contextmanager
-    def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        assert self._provisioner is not None and self._meter is not None and self._offloading is not None
-        self._finish()  # of a backward that was run outside of `backward()`
-        self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_abandoned])
-        self._whereabouts.at = Place("planning", "the model")
+    def forward(self, part: str, micro_batch: int) -> Iterator[None]:
+        """Run the forward of one micro-batch of a part inside, and give it this number: for a pipeline runtime, whose
+        micro-batches have numbers of their own. Without it they are counted, in each part.
+
+        Raises:
+            ValueError: no such part, or a micro-batch of this number is in flight there.
+        """
+        if part not in self._parts:
+            raise UserError(f"there is no part {part!r}; this runtime manages {sorted(self._parts)}")
+        if self._flight.found(part, micro_batch) is not None:
+            raise UserError(
+                f"micro-batch {micro_batch} of part {part!r} is in flight already; give every micro-batch between its "
+                "forward and its backward a number of its own"
+            )
+        self._thread.number = part, micro_batch
         try:
-            shape = shape_of(args, kwargs)
-            # Before the window: what a trace needs is no part of the micro-batch's peak.
-            traced_seconds = self._provisioner.prepare(shape, args, kwargs)
-            self._provisioner.can_step_back = self.can_step_back
-            if not self._pending or not self._is_window_open:
-                self._meter.start_window()
-                self._is_window_open = True
-            if self._pending and self._units is not None:
-                self._units.keep_whole(True)
-            micro_batch = self._running = self._begin(shape)
-            micro_batch.traced_seconds = traced_seconds
-            self._whereabouts.at = Place("forward", OUTSIDE)
-            assert micro_batch.scope is not None
+            yield
+        finally:
+            self._thread.number = None
+
+    @contextmanager
+    def _forward(self, part: ModelPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around the model's own forward."""
+        micro_batch = self._start(part, args, kwargs)
+        assert micro_batch.scope is not None
+        try:
             with micro_batch.scope.open():
                 yield
         except BaseException:
-            if self._running is not None:
-                self._running.scope = None
-            self._end_window()
+            self._flight.forget([micro_batch])
             raise
         finally:
-            self._running = None
-            self._offloading.settle()
-        micro_batch.end_forward()
-        self._provisioner.commit(micro_batch)
-        for earlier in self._pending:
-            earlier.is_covered = True
-        self._pending.append(micro_batch)
+            self.books.offloading.settle()
+        self._flight.end_forward(micro_batch)
 
-    def _begin(self, shape: BatchShape) -> MicroBatch:
-        assert self._provisioner is not None and self._meter is not None and self._model is not None
-        assert self._offloading is not None
+    def _entered(
+        self, part: ModelPart, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[Scope] | None:
+        """An operator is run from outside of the model's forward: by a loss function that calls the inner model and the
+        head, or by a wrapper around it. The first one begins a micro-batch; one that has run already begins another.
+        In a backward (a replay, checkpointing) operators are run for a micro-batch that has had its forward."""
+        if not self._is_managed(part) or current_backward() >= 0:
+            return None
+        return self._another_door(part, site, args, kwargs)
+
+    @contextmanager
+    def _another_door(
+        self, part: ModelPart, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[Scope]:
+        micro_batch = self._flight.open_forward(part.name)
+        if micro_batch is None or micro_batch.entered is None or site.name in micro_batch.entered:
+            micro_batch = self._start(part, args, kwargs, is_whole=False)
+            micro_batch.entered = set()
+        assert micro_batch.entered is not None and micro_batch.scope is not None
+        micro_batch.entered.add(site.name)
+        try:
+            with micro_batch.scope.open(is_last=False) as scope:
+                yield scope
+        except BaseException:
+            self._flight.forget([micro_batch])
+            raise
+        finally:
+            self.books.offloading.settle()
+
+    def _start(
+        self, part: ModelPart, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool = True
+    ) -> MicroBatch:
+        """A forward begins: budget, plan, scope. `is_whole`: these are the arguments of the model's own forward."""
+        self._flight.settle()
+        self._engine_place.at = Place("planning", "the model")
+        shape = shape_of(args, kwargs)
+        # Before it is at work: what a trace needs is no part of the micro-batch's peak.
         started = time.perf_counter()
-        micro_batch = self._provisioner.begin(shape)
-        micro_batch.number = self._num_micro_batches
-        micro_batch.step = self.step
-        micro_batch.started = started
+        traced_seconds = part.prepare(shape, args, kwargs) if is_whole else 0.0
+        looked_up_seconds = max(time.perf_counter() - started - traced_seconds, 0.0)
+        with self._flight.beginning(part) as activity:
+            micro_batch = self._begin(part, shape, self._next_number(part))
+            micro_batch.activity = activity
+            micro_batch.traced_seconds = traced_seconds
+            micro_batch.plan_seconds += looked_up_seconds
+            self._flight.add(micro_batch)
+        self._engine_place.at = Place("forward", OUTSIDE)
+        return micro_batch
+
+    def _next_number(self, part: ModelPart) -> int:
+        given = getattr(self._thread, "number", None)
+        return given[1] if given is not None and given[0] == part.name else part.next_number
+
+    def _begin(self, part: ModelPart, shape: BatchShape, number: int) -> MicroBatch:
+        """The micro-batch, with its plan and its scope."""
+        books, managed = self.books, part.managed
+        micro_batch = part.begin(shape, can_roll_back=self.can_roll_back)
+        micro_batch.number, micro_batch.step = number, self.step
+        part.next_number = max(part.next_number, number + 1)
         self._num_micro_batches += 1
         micro_batch.scope = Scope(
             micro_batch,
             micro_batch.ledger,
-            parameters=[*self._model.parameters(), *self._model.buffers()],
-            modules=self._modules,
-            store=self._offloading.store,
+            parameters=[*managed.module.parameters(), *managed.module.buffers()],
+            modules=managed.modules,
+            store=books.offloading.store,
             quantize_dtype=getattr(torch, self.config.quantize_dtype),
-            on_memory=self._meter.sample,
-            clock=self._make_clock(),
-            whereabouts=self._whereabouts,
-            residency=self._units,
+            on_memory=books.meter.sample,
+            clock=clocks_for(books.device)(),
+            whereabouts=self._engine_place,
+            residency=managed.units,
+            on_backward=functools.partial(self._flight.backward_begins, micro_batch),
         )
         return micro_batch
 
-    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
-        """Before the counts of a layer are exchanged: whether to replay its dispatch in backward."""
-        running = self._running_here()
-        if running is None:
-            return ReplayVote()
-        is_planned = running.choices.strategy(block) is Strategy.RECOMPUTE
-        # The received rows are worth fetching again only where the experts' values are given up too.
-        return ReplayVote(is_planned, is_planned or running.choices.strategy(experts) is Strategy.RECOMPUTE)
+    # Backward
 
-    def on_routed(self, experts: Site, routing: Routing) -> None:
-        """After a router: the exact counts of this layer are known."""
-        assert self._provisioner is not None
-        running = self._running_here()
-        if running is not None:
-            running.note_routing(experts, routing)
-            self._provisioner.revise(running, experts, routing)
+    def backward(
+        self, part: str = "", micro_batch: int | None = None, *, is_last: bool = True
+    ) -> AbstractContextManager[None]:
+        """Run a backward inside: of whatever micro-batches it reaches, or of the one that is named. Nothing is learnt
+        from one that fails.
 
-    def _running_here(self) -> MicroBatch | None:
-        """The micro-batch in forward; None while this model runs inside the forward of another managed one, whose
-        micro-batch it is."""
-        running = self._running
-        return running if running is not None and running.scope is current_scope() else None
+        Args:
+            part: with `micro_batch`: whose backward it is.
+            micro_batch: its number; it ends with this context, whatever is kept for it. Those that are not named end
+                too, but where the graph is kept for another backward (`retain_graph=True`).
+            is_last: False for the first half of a backward that is split (gradients of inputs, then of weights).
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run the backward of all micro-batches in flight inside. Nothing is learnt from one that fails."""
-        try:
-            yield
-        except BaseException:
-            self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_backward_done])
-            self._end_window()
-            raise
-        self._whereabouts.at = None
-        self._finish()
+        Raises:
+            ValueError: no such micro-batch is in flight.
+        """
+        return self._flight.backward(part, micro_batch, is_last=is_last)
 
-    def _finish(self) -> None:
-        done = [micro_batch for micro_batch in self._pending if micro_batch.is_backward_done]
-        if not done:
-            return
-        assert self._meter is not None and self._provisioner is not None
-        peak_bytes, is_exact = self._meter.peak_bytes(), self._meter.is_peak_exact()
-        ended = time.perf_counter()
-        self._pending = [micro_batch for micro_batch in self._pending if not micro_batch.is_backward_done]
-        if not self._pending:
-            self._end_window()
-        self._let_units_go()
-        for micro_batch in done:
-            self._provisioner.learn(micro_batch, peak_bytes, is_exact)
-            self.records.append(micro_batch.record(self.limit_bytes, peak_bytes, ended))
-            self._warn_of_no_effect(micro_batch)
-            micro_batch.scope = None  # they refer to each other: only so both die at once
-
-    def _warn_of_no_effect(self, micro_batch: MicroBatch) -> None:
-        """Say once when a plan mitigates and frees nothing: the activations are where the engine cannot see them."""
+    def _ended(self, micro_batch: MicroBatch) -> None:
+        """A micro-batch has ended, and what it taught was learnt."""
+        self.records.append(micro_batch.record(self.limit_bytes))
         plan = micro_batch.plan
         if self._has_warned or plan is None or not plan.strategies or any(micro_batch.ledger.freed_bytes.values()):
             return
-        self._has_warned = True
+        self._has_warned = True  # its activations are where the engine cannot see them
         warnings.warn(
             f"FlexTrainer mitigates {len(plan.strategies)} operators of micro-batch {micro_batch.number}, which frees "
             f"nothing ({micro_batch.ledger.num_unmanaged} saved tensors are of kinds it leaves alone). Compiled "
@@ -372,78 +428,43 @@ class FlexRuntime:
             stacklevel=2,
         )
 
-    def _forget(self, micro_batches: list[MicroBatch]) -> None:
-        """Drop micro-batches whose backward failed or will never come: nothing is learnt from them."""
-        assert self._provisioner is not None
-        numbers = {micro_batch.number for micro_batch in micro_batches}
-        for micro_batch in micro_batches:
-            self._provisioner.release(micro_batch)
-            micro_batch.scope = None
-        self._pending = [micro_batch for micro_batch in self._pending if micro_batch.number not in numbers]
-        self._let_units_go()
-
-    def _let_units_go(self) -> None:
-        """With nothing in flight, no weights have to stay whole; left so, an optimizer step would pass them by."""
-        if not self._pending and self._units is not None:
-            self._units.keep_whole(False)
-
-    # Taking a step back (transaction.py)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is managed."""
-        assert self._model is not None, "after attach"
-        return self._model
+    # Rolling a step back (steps/transaction.py)
 
     @property
     def device(self) -> torch.device:
         """Where the activations live."""
-        assert self._device is not None, "after attach"
-        return self._device
+        return self.books.device
 
     @property
     def place(self) -> Place | None:
         """What ran last; when something has failed, what failed."""
-        return self._whereabouts.at
+        return self._engine_place.at
 
     @property
     def margin_bytes(self) -> int:
         """Bytes kept free since an allocation failed."""
-        return self._provisioner.margin_bytes if self._provisioner is not None else 0
-
-    def shortage(self, requested_bytes: int) -> str:
-        """What the device's allocator says of a request that has just failed; "" where it says nothing."""
-        return self._meter.shortage(requested_bytes) if self._meter is not None else ""
+        return self._books.margin.num_bytes if self._books is not None else 0
 
     def mark(self) -> Mark:
-        """How far the run has come: for `take_back`."""
-        return Mark(self.step, self._num_micro_batches, len(self.records))
+        """How far the run has come: for `roll_back`."""
+        numbers = {name: part.next_number for name, part in self._parts.items()}
+        return Mark(self.step, self._num_micro_batches, self.records.num_total, numbers)
 
-    def take_back(self, mark: Mark) -> None:
+    def roll_back(self, mark: Mark) -> None:
         """Forget every micro-batch since `mark`, and give the memory of what has failed back."""
-        self._forget(self._pending)
-        self._end_window()
+        self._flight.forget_all()
         self.step, self._num_micro_batches = mark.step, mark.num_micro_batches
-        del self.records[mark.num_records :]
+        for name, number in mark.next_numbers.items():
+            self._parts[name].next_number = number
+        self.records.forget_since(mark.num_records)
         gc.collect()  # people's own code may have made cycles that hold tensors
-        if self._offloading is not None:
-            self._offloading.settle()
+        self.books.offloading.settle()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
             return_freed_memory()
 
-    def tighten(self, attempt: int, requested_bytes: int) -> None:
-        """Plan with less memory; see `Provisioner.tighten`."""
-        assert self._provisioner is not None
-        self._provisioner.tighten(attempt, requested_bytes)
 
-    def loosen(self) -> None:
-        """The step has been run, or given up."""
-        if self._provisioner is not None:
-            self._provisioner.loosen()
-
-    def _end_window(self) -> None:
-        if self._is_window_open and self._meter is not None:
-            self._meter.end_window()
-        self._is_window_open = False
+def _undo_all(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo.pop()()

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
-from numbers import Number
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-NOT_STATE = frozenset({*vars(nn.Module()), "forward"})
-"""Names in every module that are not what its forward keeps; `forward` is bound where a module is managed."""
-_MAX_ITEMS = 4096
+from flex_trainer.module_values import (
+    CONTAINERS,
+    MAX_ITEMS,
+    NOT_STATE,
+    SMALL_BYTES,
+    declared_names,
+    has_only_torch_attributes,
+    is_scalar,
+)
+
 _MAX_COPIED_ELEMENTS = 1
-_SMALL_BYTES = 64 * 1024
 
 
 class RandomStreams:
@@ -45,48 +50,46 @@ class ModuleValues:
     """Buffers of modules, training flags, which submodules there are and which parameters are trained, and what else is
     plain in their attributes (a counter, the longest sequence seen, a random generator).
 
+    Modules of torch's own that have only torch's attributes are not searched for plain values.
+
     Args:
         modules: whose values.
-        earlier: what was captured before: copies of large buffers that have not changed since are shared with it.
+        earlier: an earlier capture of the same modules: what has not changed since is shared with it.
     """
 
     def __init__(self, modules: Iterable[nn.Module], earlier: ModuleValues | None = None) -> None:
-        known = {} if earlier is None else earlier._copies
-        self._modules = [
-            (
-                module,
-                module.training,
-                dict(module._modules),
-                dict(module._buffers),
-                Bookkeeping(module, NOT_STATE, removes_new=True),
-            )
-            for module in modules
-        ]
-        self._trained = [
-            (parameter, parameter.requires_grad)
-            for module, *_ in self._modules
-            for parameter in module._parameters.values()
-            if parameter is not None
-        ]
-        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # buffer, version, value
-        for _, _, _, buffers, _ in self._modules:
-            for buffer in buffers.values():
-                if buffer is None or buffer.is_inference() or _overlaps_itself(buffer):
-                    continue
-                found = known.get(id(buffer))
-                if found is not None and found[0] is buffer and not _may_have_changed(buffer, found[1]):
-                    self._copies[id(buffer)] = found
-                else:
-                    self._copies[id(buffer)] = buffer, buffer._version, buffer.detach().clone()
+        if earlier is not None and any(not record.has_same_children() for record in earlier._records()):
+            earlier = None  # there may be other modules now
+        if earlier is None:
+            self._base = [_ModuleRecord(module) for module in modules]
+            self._changed: dict[int, _ModuleRecord] = {}
+            self._copies: dict[int, _BufferCopy] = {}
+        else:
+            self._base = earlier._base
+            self._changed = {}
+            for index, record in enumerate(earlier._records()):
+                if not record.is_current():
+                    self._changed[index] = _ModuleRecord(record.module)
+                elif index in earlier._changed:
+                    self._changed[index] = record
+            self._copies = dict(earlier._copies)
+        buffers = [buffer for record in self._records() for buffer in record.buffers.values() if buffer is not None]
+        self._copies = {
+            id(buffer): _copy_of(buffer, self._copies.get(id(buffer)))
+            for buffer in buffers
+            if not (buffer.is_inference() or _overlaps_itself(buffer))
+        }
+        trained = [parameter for record in self._base for parameter in record.parameters()]
+        self._trained = [(parameter, parameter.requires_grad) for parameter in trained]
+        if earlier is not None and _same_items(self._trained, earlier._trained):
+            self._trained = earlier._trained
+
+    def _records(self) -> Iterator[_ModuleRecord]:
+        return (self._changed.get(index, record) for index, record in enumerate(self._base))
 
     def restore(self) -> None:
-        for module, is_training, children, buffers, values in self._modules:
-            module.training = is_training
-            module._modules.clear()
-            module._modules.update(children)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            values.restore()
+        for record in self._records():
+            record.restore()
         for parameter, is_trained in self._trained:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
@@ -96,9 +99,77 @@ class ModuleValues:
                     buffer.copy_(value)
 
 
+class _ModuleRecord:
+    """What one module holds, but for what is in its buffers."""
+
+    __slots__ = ("_children", "_is_training", "_values", "buffers", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._is_training = module.training
+        self._children = dict(module._modules)
+        self.buffers = dict(module._buffers)
+        is_plain = has_only_torch_attributes(module)
+        self._values = None if is_plain else Bookkeeping(module, NOT_STATE, removes_new=True)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self.module._parameters.values() if parameter is not None)
+
+    def has_same_children(self) -> bool:
+        return _same_values(self._children, self.module._modules)
+
+    def is_current(self) -> bool:
+        """Whether the module holds the same still."""
+        if self._is_training != self.module.training or not _same_values(self.buffers, self.module._buffers):
+            return False
+        return has_only_torch_attributes(self.module) if self._values is None else self._values.is_current()
+
+    def restore(self) -> None:
+        module = self.module
+        module.training = self._is_training
+        _put_back(module._modules, self._children)
+        _put_back(module._buffers, self.buffers)
+        if self._values is not None:
+            self._values.restore()
+        elif not has_only_torch_attributes(module):
+            for name in vars(module).keys() - declared_names(module):
+                del vars(module)[name]
+
+
+def _same_values(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return len(first) == len(second) and all(second.get(name, _MISSING) is value for name, value in first.items())
+
+
+def _same_items(first: Sequence[tuple[Any, bool]], second: Sequence[tuple[Any, bool]]) -> bool:
+    return len(first) == len(second) and all(
+        a is b and is_a == is_b for (a, is_a), (b, is_b) in zip(first, second, strict=True)
+    )
+
+
+def _put_back(now: dict[str, Any], then: Mapping[str, Any]) -> None:
+    if not _same_values(then, now):
+        now.clear()
+        now.update(then)
+
+
+_MISSING = object()
+_BufferCopy = tuple[torch.Tensor, int, torch.Tensor]
+"""Buffer, version, value."""
+
+
+def _copy_of(buffer: torch.Tensor, known: _BufferCopy | None) -> _BufferCopy:
+    """A copy of a buffer's content, which is the known one where that is the same. On a GPU a comparison would wait."""
+    if known is not None and known[0] is buffer:
+        if not _may_have_changed(buffer, known[1]):
+            return known
+        if buffer.device.type == "cpu" and buffer._version == known[1] and torch.equal(buffer, known[2]):
+            return known
+    return buffer, buffer._version, buffer.detach().clone()
+
+
 def _may_have_changed(buffer: torch.Tensor, version: int) -> bool:
     """Batch norm, and people who write through `.data`, move no version: a small buffer may always have changed."""
-    return buffer._version != version or buffer.numel() * buffer.element_size() <= _SMALL_BYTES
+    return buffer._version != version or buffer.numel() * buffer.element_size() <= SMALL_BYTES
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -123,16 +194,18 @@ class Bookkeeping:
 
     def __init__(self, owner: Any, excluded: frozenset[str] = frozenset(), *, removes_new: bool = False) -> None:
         self._owner = owner
+        self._excluded = excluded
         self._bound: dict[str, Any] = {}
         self._large: dict[str, weakref.ref[torch.Tensor]] = {}
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._streams: list[tuple[Any, Any]] = []
+        self._others: dict[str, int] = {}  # what is left alone: only which object it is, so that it may die
         self._names = {*vars(owner), *excluded} if removes_new else None
         for name, value in vars(owner).items():
             if name in excluded:
                 continue
-            if _is_scalar(value):
+            if is_scalar(value):
                 self._bound[name] = value
             elif isinstance(value, torch.Tensor):
                 if _is_small_tensor(value):
@@ -149,6 +222,23 @@ class Bookkeeping:
             elif type(value) in _CONTAINERS and _is_plain(value, set()):
                 self._bound[name] = value
                 self._note(value)
+            else:
+                self._others[name] = id(value)
+
+    def is_current(self) -> bool:
+        """Whether all of it is as it was captured. A new number of the same value counts as a change, and so does every
+        random generator: what is wanted is a quick answer that is never wrong in the other direction."""
+        attributes = vars(self._owner)
+        known = self._bound.keys() | self._large.keys() | self._others.keys()
+        if self._streams or len(known) != sum(name not in self._excluded for name in attributes):
+            return False
+        return (
+            all(attributes.get(name, _MISSING) is value for name, value in self._bound.items())
+            and all(large() is not None and attributes.get(name) is large() for name, large in self._large.items())
+            and all(id(attributes.get(name)) == other for name, other in self._others.items())
+            and all(tensor._version == version for tensor, version, _ in self._tensors)
+            and all(_has_content(container, content) for container, content in self._containers)
+        )
 
     def restore(self) -> None:
         attributes = vars(self._owner)
@@ -181,11 +271,14 @@ class Bookkeeping:
                 self._note(item)
 
 
-_CONTAINERS = (dict, defaultdict, OrderedDict, Counter, list, deque, set, tuple)
+_CONTAINERS = CONTAINERS | {tuple}
 
 
-def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, Number | str)
+def _has_content(container: Any, content: Any) -> bool:
+    """Whether a container has the very items that were in it."""
+    if isinstance(content, dict):
+        return _same_values(content, container)
+    return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
 
 
 def _is_small_tensor(value: Any) -> bool:
@@ -195,11 +288,11 @@ def _is_small_tensor(value: Any) -> bool:
 
 def _is_plain(container: Any, seen: set[int]) -> bool:
     """Whether a container holds plain values only, however deep; one that contains itself does not."""
-    if id(container) in seen or len(container) > _MAX_ITEMS:
+    if id(container) in seen or len(container) > MAX_ITEMS:
         return False
     seen = {*seen, id(container)}
     items = container.values() if isinstance(container, dict) else container
     return all(
-        _is_scalar(item) or _is_small_tensor(item) or (type(item) in _CONTAINERS and _is_plain(item, seen))
+        is_scalar(item) or _is_small_tensor(item) or (type(item) in _CONTAINERS and _is_plain(item, seen))
         for item in items
     )

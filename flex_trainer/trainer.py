@@ -8,7 +8,7 @@
 
 The Trainer is left alone: its loop, its loss, its accumulation. The runtime is attached to the model when the first
 training step begins (the model is in its final form then) and detached when training ends. Where an allocation fails
-all the same, the optimizer step is taken back and its micro-batches run again in less memory (transaction.py).
+all the same, the optimizer step is rolled back and its micro-batches are retried in less memory (steps/transaction.py).
 Checkpoints are in checkpoint/: complete or not there at all, and of models that are sharded over ranks too.
 """
 

@@ -26,8 +26,7 @@ def attached(model: PreTrainedModel, config: FlexConfig | None = None) -> FlexRu
 
 def without_forecast(runtime: FlexRuntime) -> None:
     """Let sizes be learnt from real micro-batches, as for a model that cannot be traced on shapes alone."""
-    assert runtime._provisioner is not None
-    runtime._provisioner._forecast.refusal = "switched off by the test"
+    runtime.part().forecast.refusal = "switched off by the test"
 
 
 def detach_all() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from flex_trainer import FlexConfig, FlexPlugin
+from flex_trainer.errors import UserError
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
 
@@ -122,3 +124,15 @@ def test_attach_that_fails_leaves_the_accelerator_alone() -> None:
     with pytest.raises(ValueError, match=r"memory_limit=500000"):
         plugin.attach(engine)
     assert not plugin.is_attached and "backward" not in vars(engine)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
+def test_engines_that_own_the_weights_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = accelerator()
+    model = engine.prepare(tiny_model("llama", num_hidden_layers=1))
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[kind])
+    plugin = FlexPlugin(FlexConfig(BASE_BYTES + 10**9))
+    with pytest.raises(UserError, match=rf"distributed_type={kind}.*FSDP2.*ep_implementation=\"flex\"") as caught:
+        plugin.attach(engine)
+    assert "DeepSpeed" in str(caught.value) and not plugin.is_attached
+    assert "backward" not in vars(engine) and "forward" not in vars(model)

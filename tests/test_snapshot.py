@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flex_trainer.snapshot import Bookkeeping, ModuleValues
+from flex_trainer.testing.tiny import tiny_model
 
 
 def test_bookkeeping_is_put_back_in_place() -> None:
@@ -112,3 +113,62 @@ def test_activations_that_a_module_keeps_are_not_kept_longer() -> None:
     assert last() is None and item() is None
     saved.restore()
     assert module.last.shape == (4,)
+
+
+def test_a_later_capture_holds_only_what_has_changed() -> None:
+    model = tiny_model("deepseek_v3")
+    layer: Any = model.model.layers[0]
+    layer.calls, layer.seen, layer.tracker = 0, [1], object()
+    first = ModuleValues(model.modules())
+    still = ModuleValues(model.modules(), first)
+    assert still._base is first._base and not still._changed and still._trained is first._trained
+    assert all(copied is first._copies[key] for key, copied in still._copies.items()) and first._copies
+    layer.calls += 1
+    layer.seen.append(2)
+    later = ModuleValues(model.modules(), still)
+    assert [record.module for record in later._changed.values()] == [layer]
+    assert ModuleValues(model.modules(), later)._changed == later._changed  # not captured anew
+    layer.calls, layer.tracker = 7, 3  # now a number, where another object was left alone
+    newest = ModuleValues(model.modules(), later)
+    layer.calls = layer.tracker = 9
+    layer.seen.clear()
+    model.model.layers[1].mlp.experts.longest = 5
+    for captured, expected in ((newest, (7, [1, 2], 3)), (later, (1, [1, 2], 3)), (first, (0, [1], 3))):
+        captured.restore()
+        assert (layer.calls, layer.seen, layer.tracker) == expected
+        assert not hasattr(model.model.layers[1].mlp.experts, "longest")
+
+
+def test_a_large_tensor_that_died_counts_as_a_change() -> None:
+    module: Any = nn.Module()
+    module.cache = torch.ones(3)
+    first = ModuleValues([module])
+    module.cache = None
+    second = ModuleValues([module], first)
+    module.cache = torch.ones(4)
+    second.restore()
+    assert module.cache is None
+
+
+def test_submodules_that_were_exchanged_are_captured() -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    first = ModuleValues(module.modules())
+    other: Any = nn.Module()
+    other.calls = 1
+    module[0] = other
+    second = ModuleValues(module.modules(), first)
+    other.calls = 2
+    second.restore()
+    assert module[0] is other and other.calls == 1
+
+
+def test_modules_of_torch_are_searched_only_where_somebody_has_added_something() -> None:
+    plain, counting = nn.Linear(2, 2), nn.Linear(2, 2)
+    counting.calls = 1  # type: ignore[assignment]
+    saved = ModuleValues([plain, counting])
+    assert [record._values is None for record in saved._base] == [True, False]
+    plain.calls, counting.calls = 1, 2  # type: ignore[assignment]
+    later = ModuleValues([plain, counting], saved)
+    assert list(later._changed) == [0, 1]
+    saved.restore()
+    assert not hasattr(plain, "calls") and counting.calls == 1

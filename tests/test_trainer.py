@@ -115,10 +115,10 @@ class Evaluating(FlexTrainer):
     num_evaluations = 0
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        before = len(self.flex.records), len(self.flex._pending)
+        before = len(self.flex.records), len(self.flex.in_flight)
         result = super().prediction_step(*args, **kwargs)
         assert current_scope() is None
-        assert (len(self.flex.records), len(self.flex._pending)) == before
+        assert (len(self.flex.records), len(self.flex.in_flight)) == before
         self.num_evaluations += 1
         return result
 

@@ -12,7 +12,6 @@ of a tensor moves. Objects of other kinds (a tracker with methods, say) are the 
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,16 +20,16 @@ import torch
 from torch import nn
 
 from flex_trainer.activations.identity import local_part
-from flex_trainer.snapshot import NOT_STATE
+from flex_trainer.module_values import CONTAINERS, MAX_ITEMS, NOT_STATE, SMALL_BYTES
 
 _ANY_VERSION = -1
 """In place of a version that the first run itself has moved."""
 _SCALARS = frozenset({type(None), bool, int, float, complex, str})
-_CONTAINERS = frozenset({list, set, deque, dict, defaultdict, OrderedDict, Counter})
-_MOST_ITEMS = 4096
+_CONTAINERS = CONTAINERS
+_MOST_ITEMS = MAX_ITEMS
 """Longer containers are not remembered as they were at the first run: a replay gets a copy of what they are then."""
 _MOST_DEPTH = 4
-_MOST_COPIED_BYTES = 64 * 1024
+_MOST_COPIED_BYTES = SMALL_BYTES
 """Larger tensors are not copied before the first run."""
 
 

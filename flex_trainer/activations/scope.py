@@ -10,6 +10,7 @@ A scope is open during one forward. It keeps nothing alive afterwards: what back
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from flex_trainer.activations.values import (
     StoredValue,
     alive,
 )
+from flex_trainer.compat import current_backward
 from flex_trainer.strategy import LEAST_MOVED_BYTES, Site, Strategy
 
 
@@ -108,15 +110,21 @@ class Scope:
         clock: Clock | None = None,
         whereabouts: Whereabouts | None = None,
         residency: Residency | None = None,
+        on_backward: Callable[[int], None] = lambda number: None,
     ) -> None:
         """`parameters`: tensors (parameters and buffers) that are only ever referred to. `residency`: where there are
         others, that come and go (sharded weights). `modules`: by
         site name, for what a replay has to restore and check. `on_memory` is called at
         points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward.
+        `on_backward` is called with the number of each backward (see `compat.current_backward`) that begins to ask for
+        values.
         `whereabouts` is kept up to date for whoever has to say where something failed."""
         self.ledger = ledger
         self._trace = Trace()
         self._marks: list[tuple[int, Any, Any]] = []  # (call, start, end): times not read yet
+        self._on_backward = on_backward
+        self._backward = -1  # the backward that asked for a value last
+        self._unpacker: weakref.ref[Callable[[Packed], torch.Tensor]] | None = None
         self.was_used = False
         """Whether backward has asked for any value yet."""
         self._choices = choices
@@ -138,16 +146,35 @@ class Scope:
         self._fresh: list[_Entry] = []  # counted since the last sweep
 
     @contextmanager
-    def open(self) -> Iterator[Scope]:
-        """Make this the current scope of the thread and pack what is saved until the context ends."""
-        with scope_is(self), saved_tensors_hooks(self._pack, self._unpack):
+    def open(self, *, is_last: bool = True) -> Iterator[Scope]:
+        """Make this the current scope of the thread and pack what is saved until the context ends.
+
+        Args:
+            is_last: if not, it will be opened again for the same forward, or closed.
+        """
+        unpack = self._unpacker() if self._unpacker is not None else None
+        if unpack is None:
+            unpack = functools.partial(self._unpack)
+            self._unpacker = weakref.ref(unpack)
+        with scope_is(self), saved_tensors_hooks(self._pack, unpack):
             try:
                 yield self
             finally:
                 self.sweep()
-                self._table.clear()
-                self._stack.clear()
-                self._between.clear()
+                if is_last:
+                    self.close()
+
+    def close(self) -> None:
+        """Forward has ended."""
+        self.sweep()
+        self._table.clear()
+        self._stack.clear()
+        self._between.clear()
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether autograd holds anything that was saved here: each saved tensor holds the hook that unpacks it."""
+        return self._unpacker is not None and self._unpacker() is not None
 
     @property
     def trace(self) -> Trace:
@@ -216,7 +243,9 @@ class Scope:
         self._num_packs = 0
         inputs = [tensor for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
         versions = [tensor._version for tensor in inputs]
-        with saved_tensors_hooks(self._pack_inner, self._unpack), region.first_run(lambda: self._num_packs):
+        assert self._unpacker is not None, "while the scope is open"
+        unpack = self._unpacker() or self._unpack
+        with saved_tensors_hooks(self._pack_inner, unpack), region.first_run(lambda: self._num_packs):
             result = function(*args, **kwargs)
         region.note_first_run()
         if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
@@ -307,6 +336,10 @@ class Scope:
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         self.was_used = True
+        number = current_backward()
+        if number != self._backward:
+            self._backward = number
+            self._on_backward(number)
         self._whereabouts.at = Place("recovery", packed.name)
         tensor = packed.get()
         self._whereabouts.at = Place("backward", packed.name)

@@ -124,9 +124,9 @@ def _pressing_limit_bytes(model: PreTrainedModel, batch: Mapping[str, Any]) -> i
     runtime.attach(model)
     for _ in range(2):  # the second one knows what arrives
         _step(model, batch, runtime)
-    provisioner, record = runtime._provisioner, runtime.records[-1]
-    assert provisioner is not None and not record.is_profile
-    least = provisioner._plan(shape_of((), dict(batch)), 0, provisioner._gradients.now())
+    record = runtime.records[-1]
+    assert not record.is_profile
+    least = runtime.part().minimum_plan(shape_of((), dict(batch)))
     runtime.detach()
     most_bytes = record.predicted_peak_bytes - record.baseline_bytes
     above_bytes = least.peak_bytes + int(AUTO_SHARE * (most_bytes - least.peak_bytes))

@@ -24,7 +24,7 @@ from flex_trainer.bench.saved_bytes import (
     compare_routed,
 )
 from flex_trainer.bench.shapes import FEW_BIG_EXPERTS, LONG, REFERENCE, BenchShape, quick
-from flex_trainer.provision.provisioner import MemoryLimitError
+from flex_trainer.provision.device_books import MemoryLimitError
 from flex_trainer.testing.processes import run_in_subprocess
 
 BOUNDS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import tempfile
@@ -105,7 +106,7 @@ def _train(
 
     def forward_and_backward(batch: dict[str, torch.Tensor]) -> float:
         loss = model(**batch).loss
-        ledgers = [] if runtime is None else [micro_batch.ledger for micro_batch in runtime._pending]
+        ledgers = [] if runtime is None else [micro_batch.ledger for micro_batch in runtime.in_flight]
         with nullcontext() if runtime is None else runtime.backward():
             (loss / _ACCUMULATION).backward()
         value = loss.item()
@@ -116,7 +117,8 @@ def _train(
     losses = []
     for number in range(num):
         batch = _batch(model, generator)
-        losses.append(forward_and_backward(batch) if step is None else step.run(forward_and_backward, batch))
+        run = forward_and_backward if step is None else functools.partial(step.run_micro_batch, forward_and_backward)
+        losses.append(run(batch))
         if number % _ACCUMULATION == _ACCUMULATION - 1:
             optimizer.step()
             optimizer.zero_grad()
@@ -172,9 +174,9 @@ class Injection:
         runtime = FlexRuntime(FlexConfig(BASE_BYTES + 1_900_000, self._strategies, seed_profile=profile))
         with_fake_meter(runtime)
         runtime.attach(model)
-        if runtime._offloading is not None and self._where == "offload":
+        if self._where == "offload":
             # Copies on their way may otherwise hold more than all of this model.
-            runtime._offloading.store().max_in_flight_bytes = _IN_FLIGHT_BYTES
+            runtime.books.offloading.store().max_in_flight_bytes = _IN_FLIGHT_BYTES
         step = Transaction(runtime)
         failing = FailingAllocations(runtime, self._where, points)
 
@@ -186,7 +188,7 @@ class Injection:
 
         for seeds in self._steps():
             for seed in seeds:
-                step.run(forward_and_backward, seed)
+                step.run_micro_batch(forward_and_backward, seed)
             optimizer.step()
             optimizer.zero_grad()
         runtime.detach()

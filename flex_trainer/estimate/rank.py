@@ -17,6 +17,7 @@ from flex_trainer.estimate.stage import StageGraph
 from flex_trainer.estimate.weights import RankWeights
 from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
+from flex_trainer.provision.policy import fill
 from flex_trainer.strategy import Strategy
 
 _SEARCH_STEPS = 6
@@ -158,28 +159,17 @@ class Rank:
         return self._fill(planner, min(fitting, key=self._total), plan, fitting)
 
     def _fill(self, planner: MitigationPlanner, low: Plan, high: Plan, fitting: list[Plan]) -> Plan:
-        """Looks for the bytes that one micro-batch may have so that all in flight fill the limit (`low` fits, `high`
-        does not), and returns the cheapest of what fits."""
-        fitting = list(fitting)
-        num = self._num_in_flight
-        room_bytes = self._limit_bytes - self.base.constant_bytes - self.base.gradient_bytes
-        # All hold the same, and one has its transients on top.
-        aim_bytes = (room_bytes + (num - 1) * max(high.peak_bytes - high.predicted_bytes, 0)) // num
-        for _ in range(_SEARCH_STEPS):
-            if not low.peak_bytes < aim_bytes < high.peak_bytes:
-                aim_bytes = (low.peak_bytes + high.peak_bytes) // 2
-            tried = planner.plan(aim_bytes, self._gradients)
-            left_bytes = self._limit_bytes - self._total(tried)
-            if left_bytes >= 0:
-                low = tried
-                fitting.append(tried)
-                if left_bytes <= (1 - _FULL_SHARE) * self._limit_bytes:
-                    break
-            else:
-                high = tried
-            # Every byte more for one is a byte more for all in flight.
-            aim_bytes = tried.peak_bytes + left_bytes // num
-        return min(fitting, key=lambda plan: plan.added_seconds)
+        """The cheapest of what fits, with what fills the limit (`low` fits, `high` does not)."""
+        filling = fill(
+            lambda room_bytes: planner.plan(room_bytes, self._gradients),
+            lambda plan: self._limit_bytes - self._total(plan),
+            self._num_in_flight,
+            low,
+            high,
+            full_bytes=int((1 - _FULL_SHARE) * self._limit_bytes),
+            max_plans=_SEARCH_STEPS,
+        )
+        return min([*fitting, *filling], key=lambda plan: plan.added_seconds)
 
     def _total(self, plan: Plan) -> int:
         """Highest bytes of the rank with this plan for every micro-batch."""

@@ -26,13 +26,20 @@ M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 131072
 """glibc's option number (malloc.h) and its documented default value."""
 
 
+def trim_freed_memory() -> None:
+    """Give what malloc holds free back to the system now; nothing is changed for later. Without glibc: nothing."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
 def return_freed_memory() -> bool:
     """Make freed tensors go back to the system, so that resident memory follows what is allocated.
 
     glibc serves large blocks by `mmap` and unmaps them when freed, but each such free raises its threshold, up to
     32 MiB; smaller blocks then come from the heap, which gives memory back only from its top. Setting the threshold
     turns that adaptation off (mallopt(3)), and what the heap holds free is trimmed now. It costs page faults: each new
-    tensor over 128 KiB is zeroed by the kernel again.
+    tensor over 128 KiB is zeroed by the kernel again. glibc has no way to take the adaptation up again, so this holds
+    for the rest of the process.
 
     Returns:
         True when set; False on systems without glibc, where nothing is changed.
@@ -41,7 +48,7 @@ def return_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     is_set = libc.mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(MMAP_THRESHOLD_BYTES)) == 1
-    libc.malloc_trim(ctypes.c_size_t(0))
+    trim_freed_memory()
     return is_set
 
 

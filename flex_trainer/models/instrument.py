@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +31,52 @@ from flex_trainer.models.routing import NoListener, Routing, RoutingListener
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 
+Outside = Callable[[Site, tuple[Any, ...], dict[str, Any]], AbstractContextManager[Scope] | None]
+"""Asked for a scope when an operator is run while no micro-batch is in forward on this thread; None: run it plainly."""
+
+
+def _stays_outside(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    return None
+
+
+def _in_scope(
+    run: Callable[[Scope, tuple[Any, ...], dict[str, Any]], Any],
+    plain: Callable[..., Any],
+    site: Site,
+    outside: Outside,
+) -> Callable[..., Any]:
+    """A forward that runs in the scope there is, or in the one that `outside` opens, or plainly."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        if scope is not None:
+            return run(scope, args, kwargs)
+        opened = outside(site, args, kwargs)
+        if opened is None:
+            return plain(*args, **kwargs)
+        with opened as scope:
+            return run(scope, args, kwargs)
+
+    return forward
+
 
 class Instrumentation:
-    """The engine's hold on one model; `remove()` restores everything."""
+    """The engine's hold on one model; `remove()` restores everything.
 
-    def __init__(self, model: nn.Module, model_map: ModelMap, listener: RoutingListener | None = None) -> None:
+    Args:
+        listener: hears of the routing of every layer.
+        outside: what to do with operators that are run while no micro-batch is in forward; plainly, by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_map: ModelMap,
+        listener: RoutingListener | None = None,
+        outside: Outside = _stays_outside,
+    ) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._outside = outside
         try:
             self._install(model, model_map, listener or NoListener())
         except BaseException:
@@ -56,7 +97,7 @@ class Instrumentation:
             elif operator.site.kind == "experts":
                 self._replace_forward(operator.module, self._experts_forward(operator, listener))
             else:
-                self._replace_forward(operator.module, _module_forward(operator))
+                self._replace_forward(operator.module, _module_forward(operator, self._outside))
         attention_sites = {
             operator.module: Site(f"{operator.site.name}.core", "attention_core", operator.site.layer)
             for operator in model_map.operators
@@ -76,13 +117,10 @@ class Instrumentation:
 
     def _experts_forward(self, operator: Operator, listener: RoutingListener) -> Callable[..., Callable[..., Any]]:
         site, module = operator.site, operator.module
-        module_site, sites = _ModuleSite(operator), part_sites(site)
+        module_site, sites, outside = _ModuleSite(operator), part_sites(site), self._outside
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                scope = current_scope()
-                if scope is None:
-                    return original(*args, **kwargs)
+            def run(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 top_k_index = _top_k_index(args, kwargs)
                 if top_k_index is not None:
                     # Another dispatch than ours gets ids of all ranks' experts here, and tells nothing of what comes.
@@ -93,7 +131,7 @@ class Instrumentation:
                 function = functools.partial(_REGISTRIES.run_split, module, sites, original)
                 return module_site.run(scope, function, args, kwargs)
 
-            return forward
+            return _in_scope(run, original, site, outside)
 
         return make
 
@@ -104,13 +142,13 @@ class Instrumentation:
         if owner is None:
             return
         original = owner.loss_function
-        site = Site("loss", "loss", -1)
+        site, outside = Site("loss", "loss", -1), self._outside
 
-        def loss_function(*args: Any, **kwargs: Any) -> Any:
-            scope = current_scope()
-            return original(*args, **kwargs) if scope is None else scope.run(site, original, *args, **kwargs)
+        def run(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return scope.run(site, original, *args, **kwargs)
 
         # The property loss_function reads this attribute before it looks up the configured loss.
+        loss_function = _in_scope(run, original, site, outside)
         self._undo.append(replace_attribute(owner, "_loss_function", loss_function))
 
 
@@ -153,21 +191,18 @@ def _is_equal(buffer: torch.Tensor, content: torch.Tensor) -> bool:
     return isinstance(buffer, FakeTensor) or torch.equal(buffer, content)  # a trace on shapes alone has no contents
 
 
-def _module_forward(operator: Operator) -> Callable[..., Callable[..., Any]]:
+def _module_forward(operator: Operator, outside: Outside) -> Callable[..., Callable[..., Any]]:
     site = _ModuleSite(operator)
     is_layer = operator.site.kind == "layer"
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            scope = current_scope()
-            if scope is None:
-                return original(*args, **kwargs)
+        def run(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = site.run(scope, original, args, kwargs)
             if is_layer:
                 scope.sweep()
             return result
 
-        return forward
+        return _in_scope(run, original, operator.site, outside)
 
     return make
 

@@ -30,6 +30,11 @@ class Plan:
     """Predicted bytes held once layer l has run, for every layer l."""
     fits: bool = True
 
+    @property
+    def on_top_bytes(self) -> int:
+        """What comes on top of what is held when memory is highest: transients and gradients."""
+        return self.peak_bytes - self.predicted_bytes
+
     def strategy(self, site: Site) -> Strategy:
         return self.strategies.get(site.name, Strategy.KEEP)
 

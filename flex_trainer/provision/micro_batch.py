@@ -1,25 +1,34 @@
-"""One micro-batch in flight: the plan it runs under, what was counted, and the record it leaves."""
+"""One micro-batch in flight in one part of the model: the plan it runs under, what was counted, and its record."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Choices, Scope
+from flex_trainer.compat import current_backward
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Plan
+from flex_trainer.provision.activity import Activity
 from flex_trainer.provision.loads import Loads
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.strategy import EP_BLOCK, Site, Strategy
 
+_REST_SHARE = 1 / 8
+"""After a backward that keeps nothing, a rest this small hangs on outputs that the loss does not depend on (a router's
+unused scores): it is there as long as the caller has them, and no backward will come for it."""
 
-@dataclass
+
+@dataclass(eq=False)
 class MicroBatch:
-    """Grows from `begin` to `record`; strategies may change for operators that have not run yet."""
+    """Strategies may change for operators that have not run yet."""
 
     shape: BatchShape
     choices: Choices
@@ -32,18 +41,32 @@ class MicroBatch:
     gradients: GradientBytes = field(default_factory=GradientBytes)
     plan_seconds: float = 0.0
     traced_seconds: float = 0.0
+    part: str = ""
     number: int = 0
     step: int = 0
-    started: float = 0.0
     num_replans: int = 0
     routed_pairs: dict[str, int] = field(default_factory=dict)
     loads: Loads = field(default_factory=Loads)
     excess_bytes: int = 0
     """Held beyond what was predicted, as of the last re-plan."""
     ledger: Ledger = field(default_factory=Ledger)
-    is_covered: bool = False
-    """Whether another micro-batch began while this one was in flight: the peak is then not its own."""
+    activity: Activity = field(default_factory=Activity)
+    """Its time and peak."""
     scope: Scope | None = None
+    """None once it has ended: then neither it nor its scope keeps the other alive."""
+    entered: set[str] | None = None
+    """Where the model was entered by another door than its forward: names of the operators that were entered so."""
+    is_forward_done: bool = False
+    is_covered: bool = False
+    """Whether another micro-batch began while this one waited for its backward."""
+    has_backward_begun: bool = False
+    backwards: set[int] = field(default_factory=set)
+    """Numbers of the backwards that ask for its values now."""
+    keeps_graph: bool = False
+    """Whether the latest of them keeps the values for another one."""
+    forward_peak_bytes: int = 0
+    """Where it is covered: the peak before it was, and what was in use when its backward began."""
+    backward_base_bytes: int = 0
     actual_bytes: int = 0
     _counts: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
     _worst: torch.Tensor | None = None
@@ -68,7 +91,24 @@ class MicroBatch:
         if counts is not None:
             self._counts.append((counts, routing.mean_tokens))
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What it is in the books of the device."""
+        return self.part, self.number
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Count the time inside as planning."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.plan_seconds += time.perf_counter() - started
+
     def end_forward(self) -> None:
+        self.is_forward_done = True
+        if self.entered is not None and self.scope is not None:
+            self.scope.close()
         self.actual_bytes = self.ledger.held_bytes
         if not self._counts:
             return
@@ -87,15 +127,46 @@ class MicroBatch:
         self._counts.clear()
 
     @property
-    def is_backward_done(self) -> bool:
-        return self.scope is not None and self.scope.was_used
+    def is_over(self) -> bool:
+        """Whether its backward has ended and none will come any more. Begun is not ended: a backward may be of a part
+        of the values only (`inputs=`), may keep the graph for another one, or be half way while this is asked."""
+        if self.scope is None or not self.has_backward_begun:
+            return False
+        if not self.scope.holds_values:
+            return current_backward() not in self.backwards
+        rest_bytes = self.ledger.held_bytes
+        return not self.backwards and not self.keeps_graph and rest_bytes <= _REST_SHARE * self.actual_bytes
 
     @property
     def is_abandoned(self) -> bool:
         """No backward came, and nothing is left for one."""
-        return not self.is_backward_done and self.ledger.held_bytes == 0
+        is_waiting = self.is_forward_done and not self.has_backward_begun
+        return is_waiting and (self.scope is None or not self.scope.holds_values)
 
-    def record(self, limit_bytes: int, peak_bytes: int, ended: float) -> MicroBatchRecord:
+    @property
+    def own_peak_bytes(self) -> int:
+        """Its measured peak above what was in use before it, without what others held in its backward."""
+        if not self.is_covered:
+            return self.activity.peak_bytes - self.baseline_bytes
+        in_backward_bytes = self.actual_bytes + self.activity.latest_peak_bytes - self.backward_base_bytes
+        return max(self.forward_peak_bytes - self.baseline_bytes, in_backward_bytes)
+
+    @property
+    def is_own_peak_exact(self) -> bool:
+        """Whether that is its peak, and not only a lower bound: gradients that were to come when it was planned may be
+        there by the time of its backward, where others ran in between."""
+        may_have_come = self.is_covered and any(self.gradients.pending.values())
+        return self.activity.is_peak_exact and not may_have_come
+
+    def predicted_peak_bytes(self) -> int:
+        """Predicted peak of memory in use; 0 where nothing was predicted."""
+        if self.plan is None:
+            return 0
+        others_bytes = self.backward_base_bytes - self.actual_bytes if self.is_covered else 0
+        return max(self.baseline_bytes, others_bytes) + self.plan.peak_bytes
+
+    def record(self, limit_bytes: int) -> MicroBatchRecord:
+        """What is remembered of it, once its backward has ended."""
         plan = self.plan
         demand_bytes = self.ledger.demand_bytes
         return MicroBatchRecord(
@@ -113,12 +184,13 @@ class MicroBatch:
             demand_bytes=demand_bytes,
             limit_bytes=limit_bytes,
             baseline_bytes=self.baseline_bytes,
-            predicted_peak_bytes=self.baseline_bytes + plan.peak_bytes if plan is not None else 0,
-            peak_bytes=peak_bytes,
-            step_ms=(ended - self.started) * 1e3,
+            predicted_peak_bytes=self.predicted_peak_bytes(),
+            peak_bytes=self.activity.peak_bytes,
+            step_ms=self.activity.seconds * 1e3,
             num_replans=self.num_replans,
             is_profile=plan is None,
             num_unmanaged=self.ledger.num_unmanaged,
+            part=self.part,
         )
 
     def _imbalance(self) -> float:

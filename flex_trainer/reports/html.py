@@ -9,13 +9,14 @@ from html import escape
 from pathlib import Path
 
 from flex_trainer.files import write_whole
-from flex_trainer.records import MicroBatchRecord, StepRetry
+from flex_trainer.records import MicroBatchRecord, StepRetry, totals_of
 from flex_trainer.reports.page_style import CSS, SCRIPT
 from flex_trainer.reports.panels import panels
 from flex_trainer.reports.plots import LEFT, PLOT_WIDTH
 from flex_trainer.reports.ranks import RankSummary, merge_ranks, nearest_line, ranks_html
 from flex_trainer.reports.summary import RunSummary, summarize, summary_lines
 from flex_trainer.reports.timeline import Timeline, make_timeline
+from flex_trainer.totals import worst_of
 from flex_trainer.units import format_bytes
 
 MAX_SPIKE_ROWS = 100
@@ -104,17 +105,17 @@ def _summary(records: Sequence[MicroBatchRecord], summary: RunSummary, ranks: Se
 
 
 def _spikes(records: Sequence[MicroBatchRecord]) -> str:
-    spikes = [record for record in records if record.is_spike or record.is_over_limit]
+    totals = totals_of(records)
     title = "<h2>Spikes</h2>"
     explanation = "<p>Micro-batches with a keep-all demand above their budget, or a peak above the limit.</p>"
-    if not spikes:
+    if not totals.noteworthy:
         return f"<section>{title}{explanation}<p>There was none.</p></section>"
-    shown = spikes
+    shown = totals.noteworthy
     note = ""
-    if len(spikes) > MAX_SPIKE_ROWS:
-        worst_first = sorted(spikes, key=_least_room)
-        shown = sorted(worst_first[:MAX_SPIKE_ROWS], key=lambda record: record.micro_batch)
-        note = f"<p>The {MAX_SPIKE_ROWS} worst of {len(spikes):,}: over the limit, then furthest over budget.</p>"
+    if totals.num_noteworthy > MAX_SPIKE_ROWS:
+        shown = worst_of(shown, MAX_SPIKE_ROWS)
+        which = f"The {MAX_SPIKE_ROWS} worst of {totals.num_noteworthy:,}"
+        note = f"<p>{which}: over the limit, then furthest over budget.</p>"
     heads = ("micro-batch", "step", "tokens", "imbalance", "keep-all demand", "budget", "held", "peak", "re-plans")
     head = "".join(f"<th>{name}</th>" for name in heads)
     rows = "".join(_spike_row(record) for record in shown)
@@ -122,10 +123,6 @@ def _spikes(records: Sequence[MicroBatchRecord]) -> str:
         f'<section>{title}{explanation}{note}<div class="scroll"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div></section>"
     )
-
-
-def _least_room(record: MicroBatchRecord) -> tuple[bool, int]:
-    return not record.is_over_limit, record.budget_bytes - record.demand_bytes
 
 
 def _spike_row(record: MicroBatchRecord) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Protocol
 
-from flex_trainer.records import MicroBatchRecord, StepRetry
+from flex_trainer.records import RunRecords, StepRetry, totals_of
 from flex_trainer.reports.summary import RunSummary, summarize
 from flex_trainer.units import format_bytes
 
@@ -41,7 +41,7 @@ class Runtime(Protocol):
     """What is read of the runtime."""
 
     @property
-    def records(self) -> Sequence[MicroBatchRecord]: ...
+    def records(self) -> RunRecords: ...
 
     @property
     def retries(self) -> Sequence[StepRetry]: ...
@@ -60,7 +60,7 @@ def gather_ranks(runtime: Runtime) -> list[RankSummary]:
         rank=this_rank(),
         host=socket.gethostname(),
         summary=summarize(runtime.records, runtime.limit_bytes, runtime.retries),
-        imbalance=max((record.imbalance for record in runtime.records), default=1.0),
+        imbalance=totals_of(runtime.records).imbalance,
     )
     ranks = [mine] * num_ranks()
     if len(ranks) > 1:

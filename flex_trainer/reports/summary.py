@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING
 
-from flex_trainer.config import STRATEGIES
-from flex_trainer.records import MicroBatchRecord, StepRetry
+from flex_trainer.records import MicroBatchRecord, StepRetry, totals_of
 from flex_trainer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -52,13 +50,8 @@ class RunSummary:
 
 
 def prediction_error_percent(record: MicroBatchRecord) -> float | None:
-    """`100 x |predicted - actual| / actual` of the activation bytes at the end of forward.
-
-    None for a micro-batch that held nothing, or that was run to measure operators: it has predicted nothing.
-    """
-    if record.is_profile or record.actual_bytes <= 0:
-        return None
-    return 100 * abs(record.predicted_bytes - record.actual_bytes) / record.actual_bytes
+    """See `MicroBatchRecord.prediction_error_percent`."""
+    return record.prediction_error_percent
 
 
 def prediction_error_percents(records: Sequence[MicroBatchRecord]) -> list[float]:
@@ -75,27 +68,22 @@ def plan_percent(records: Sequence[MicroBatchRecord]) -> float:
 
 def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Sequence[StepRetry] = ()) -> RunSummary:
     """Sum up the micro-batches of a run; zeros and Nones when there are none."""
-    worst = max(records, key=lambda record: record.peak_bytes, default=None)
-    freed_bytes = {name: sum(record.freed_bytes.get(name, 0) for record in records) for name in STRATEGIES}
-    step_ms: dict[int, float] = {}
-    for record in records:
-        step_ms[record.step] = step_ms.get(record.step, 0.0) + record.step_ms
-    errors = prediction_error_percents(records)
+    totals = totals_of(records)
     return RunSummary(
         limit_bytes=limit_bytes,
-        num_micro_batches=len(records),
-        peak_bytes=worst.peak_bytes if worst else 0,
-        peak_micro_batch=worst.micro_batch if worst else None,
-        predicted_peak_bytes=max((record.predicted_peak_bytes for record in records), default=0),
-        num_spikes=sum(record.is_spike for record in records),
-        num_over_limit=sum(record.is_over_limit for record in records),
+        num_micro_batches=totals.num_micro_batches,
+        peak_bytes=totals.worst.peak_bytes if totals.worst else 0,
+        peak_micro_batch=totals.worst.micro_batch if totals.worst else None,
+        predicted_peak_bytes=totals.predicted_peak_bytes,
+        num_spikes=totals.num_spikes,
+        num_over_limit=totals.num_over_limit,
         num_retries=len(retries),
-        recomputed_bytes=freed_bytes["recompute"],
-        offloaded_bytes=freed_bytes["offload"],
-        quantized_bytes=freed_bytes["quantize"],
-        median_step_ms=median(step_ms.values()) if step_ms else 0.0,
-        mean_prediction_error_percent=sum(errors) / len(errors) if errors else None,
-        plan_percent=plan_percent(records),
+        recomputed_bytes=totals.freed_bytes.get("recompute", 0),
+        offloaded_bytes=totals.freed_bytes.get("offload", 0),
+        quantized_bytes=totals.freed_bytes.get("quantize", 0),
+        median_step_ms=totals.median_step_ms,
+        mean_prediction_error_percent=totals.mean_error_percent,
+        plan_percent=100 * totals.plan_ms / totals.step_ms if totals.step_ms > 0 else 0.0,
     )
 
 

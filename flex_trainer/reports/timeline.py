@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from flex_trainer.config import STRATEGIES
-from flex_trainer.records import MicroBatchRecord
-from flex_trainer.reports.summary import prediction_error_percents
-
-MAX_POINTS = 480
-"""More points than this are not told apart at the width of a page."""
-
-MAXIMUM_FIELDS = (
-    "num_tokens",
-    "imbalance",
-    "budget_bytes",
-    "predicted_bytes",
-    "actual_bytes",
-    "demand_bytes",
-    "limit_bytes",
-    "baseline_bytes",
-    "predicted_peak_bytes",
-    "peak_bytes",
-)
+from flex_trainer.records import MicroBatchRecord, totals_of
+from flex_trainer.totals import MAX_POINTS, MAXIMUM_FIELDS
 
 
 @dataclass(frozen=True)
@@ -58,20 +41,18 @@ def make_timeline(records: Sequence[MicroBatchRecord], max_points: int = MAX_POI
     """
     if max_points < 1:
         raise ValueError(f"max_points={max_points} must be at least 1")
-    group_size = max(1, ceil(len(records) / max_points))
-    groups = [records[start : start + group_size] for start in range(0, len(records), group_size)]
+    points, group_size = totals_of(records).points.thinned(max_points)
     columns: dict[str, tuple[float, ...]] = {
-        name: tuple(max(getattr(record, name) for record in group) for group in groups) for name in MAXIMUM_FIELDS
+        name: tuple(point.largest[name] for point in points) for name in MAXIMUM_FIELDS
     }
-    columns["error_percent"] = tuple(max(prediction_error_percents(group), default=0.0) for group in groups)
-    most_freed = [max(group, key=lambda record: sum(record.freed_bytes.values())) for group in groups]
+    columns["error_percent"] = tuple(point.error_percent for point in points)
     for strategy in STRATEGIES:
-        columns[f"freed_{strategy}_bytes"] = tuple(record.freed_bytes.get(strategy, 0) for record in most_freed)
+        columns[f"freed_{strategy}_bytes"] = tuple(point.freed_bytes.get(strategy, 0) for point in points)
     return Timeline(
-        first=tuple(group[0].micro_batch for group in groups),
-        last=tuple(group[-1].micro_batch for group in groups),
+        first=tuple(point.first for point in points),
+        last=tuple(point.last for point in points),
         group_size=group_size,
         columns=columns,
-        is_spike=tuple(any(record.is_spike for record in group) for group in groups),
-        is_over_limit=tuple(any(record.is_over_limit for record in group) for group in groups),
+        is_spike=tuple(point.is_spike for point in points),
+        is_over_limit=tuple(point.is_over_limit for point in points),
     )

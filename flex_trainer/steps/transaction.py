@@ -1,15 +1,16 @@
-"""An optimizer step as a transaction: where an allocation fails, the step is taken back and run again in less memory.
+"""An optimizer step as a transaction: where an allocation fails, the step is rolled back and retried in less memory.
 
     micro-batch 1    runs, its loss is returned, gradients exist
     micro-batch 2    runs out of memory, in forward, backward, recovery or offload
-        take back    gradients to None, buffers and random streams as they were, memory of the failed run given back
-        tighten      first a wider safety margin; if that fails as well, the least demanding plan there is
-        run again    micro-batch 1 (its loss was returned already), micro-batch 2
-    micro-batch 3    goes on; who called sees three losses, and the weights of a run in which nothing failed
+        roll back    gradients to None, buffers and random streams as they were, memory of the failed run given back
+        tighten      first a wider safety margin; if that fails as well, the minimum-memory plan
+        retry        micro-batch 1 (its loss was returned already), micro-batch 2
+    micro-batch 3    goes on; the caller sees three losses, and the weights of a run in which nothing failed
 
-Copied are random streams, buffers and plain attributes of modules and of the trainer; not gradients: that all of them
-were None when the step began is what makes it possible. A step that cannot be taken back ends with the original error,
-and a note that says why.
+Copied are random streams, buffers and plain attributes of modules and of the trainer, whole when the step begins and
+what has changed since at each further micro-batch; not gradients: that all of them were None when the step began is
+what makes it possible. A step that cannot be rolled back ends with the original error, and a note that says why. Where
+that is known beforehand (several processes, no strategies), nothing is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from flex_trainer.activations.place import OUTSIDE, Place
 from flex_trainer.memory.failed_allocation import is_out_of_memory, let_go, nearest_limit, requested_bytes
-from flex_trainer.provision.provisioner import BudgetTakenError, MemoryLimitError
+from flex_trainer.provision.device_books import BudgetTakenError, MemoryLimitError
 from flex_trainer.ranks import num_ranks
 from flex_trainer.records import StepRetry
 from flex_trainer.runtime import FlexRuntime, Mark
@@ -35,7 +36,7 @@ from flex_trainer.units import format_bytes
 logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
-"""With a wider margin; under the least demanding plan."""
+"""With a wider margin; under the minimum-memory plan."""
 
 T = TypeVar("T")
 
@@ -84,43 +85,45 @@ class Transaction:
         self._step: _Step | None = None
         self._is_running = False
 
-    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def run_micro_batch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call `function(*args, **kwargs)`, which runs forward and backward of one or more micro-batches of this step,
-        and return what it returns; where memory runs out, run the step so far again.
+        and return what it returns; where memory runs out, roll the step back and retry it as far as it has come.
 
         The function must do the same each time it is called. A step begins where no parameter has a gradient, or where
         a parameter or a gradient was changed since the last call (by an optimizer, or by clipping).
 
         Raises:
-            MemoryLimitError: memory ran out even under the least demanding plan.
+            MemoryLimitError: memory ran out even under the minimum-memory plan.
         """
         if self._is_running:  # inside of another call: part of what that one repeats
             return function(*args, **kwargs)
+        obstacle = _obstacle_of_every_step(self._runtime)
+        if obstacle is not None:
+            return _run_once(function, args, kwargs, obstacle)
         if self._step is None or not self._step.goes_on(self._parameters):
             self._parameters = self._all_parameters()
             self._step = _Step(self._parameters)
-        modules = ModuleValues(
-            self._runtime.model.modules(), self._step.calls[-1].modules if self._step.calls else None
-        )
+        earlier = self._step.calls[-1].modules if self._step.calls else None
+        modules = ModuleValues((module for model in self._runtime.models for module in model.modules()), earlier)
         call = _Call(function, args, kwargs, self._runtime, modules, self._remember)
         self._step.calls.append(call)
-        self._is_running = True
-        self._runtime.can_step_back = num_ranks() == 1
+        self._is_running = self._runtime.can_roll_back = True
         try:
             result = self._run_to_the_end(self._step)
         except BaseException:
             self._step = None
             raise
         finally:
-            self._is_running = self._runtime.can_step_back = False
-            self._runtime.loosen()
+            self._is_running = self._runtime.can_roll_back = False
+            self._runtime.books.loosen()
         self._step.note_gradients(self._parameters)
         return result
 
     def _all_parameters(self) -> list[nn.Parameter]:
         """The model's as it is now, and what else is trained."""
+        owned = (parameter for model in self._runtime.models for parameter in model.parameters())
         trained = (p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"])
-        return list(dict.fromkeys((*self._runtime.model.parameters(), *trained)))
+        return list(dict.fromkeys((*owned, *trained)))
 
     def _run_to_the_end(self, step: _Step) -> Any:
         failure: Failure | None = None
@@ -138,19 +141,19 @@ class Transaction:
                 let_go(error)
             # Room for one micro-batch more is shared out from now on; that ends by itself, so it is not counted.
             attempt += not failure.is_share
-            self._take_back(step)
+            self._roll_back(step)
             self._tighten(step, attempt, failure)
 
     def _failure_of(self, error: Exception, step: _Step, attempt: int, earlier: Failure | None) -> Failure:
-        """What failed, if the step may be run again; raises otherwise."""
+        """What failed, if the step may be retried; raises otherwise."""
         is_taken = isinstance(error, BudgetTakenError)
         if not is_taken and not is_out_of_memory(error):
             if earlier is not None and isinstance(error, MemoryLimitError):
-                error.add_note(f"This step was run again after {earlier}.")
+                error.add_note(f"This step was retried after {earlier}.")
             raise error
-        obstacle = step.obstacle(self._parameters, self._runtime)
+        obstacle = step.obstacle(self._parameters)
         if obstacle is not None:
-            error.add_note(f"FlexTrainer cannot take this step back and run it in less memory: {obstacle}")
+            error.add_note(_NOTE.format(obstacle))
             raise error
         if is_taken:
             return Failure(Place("begin", "the model"), 0, is_share=True)
@@ -159,14 +162,14 @@ class Transaction:
             raise self._last_error(failure) from error
         return failure
 
-    def _take_back(self, step: _Step) -> None:
+    def _roll_back(self, step: _Step) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        self._runtime.take_back(step.calls[0].mark)
+        self._runtime.roll_back(step.calls[0].mark)
 
     def _tighten(self, step: _Step, attempt: int, failure: Failure) -> None:
         if not failure.is_share:
-            self._runtime.tighten(attempt, failure.requested_bytes)
+            self._runtime.books.tighten(attempt, failure.requested_bytes)
         mark = step.calls[-1].mark
         retry = StepRetry(
             step=mark.step,
@@ -178,9 +181,9 @@ class Transaction:
             margin_bytes=self._runtime.margin_bytes,
         )
         self._runtime.retries.append(retry)
-        how = "under the least demanding plan" if attempt == MAX_RETRIES else "in less memory"
+        how = "under the minimum-memory plan" if attempt == MAX_RETRIES else "in less memory"
         logger.warning(
-            "Step %d, micro-batch %d: %s. What this step has run is run again %s; %s are kept free from now on.",
+            "Step %d, micro-batch %d: %s. This step is rolled back and retried %s; %s are kept free from now on.",
             retry.step,
             retry.micro_batch,
             failure,
@@ -191,9 +194,9 @@ class Transaction:
     def _last_error(self, failure: Failure) -> MemoryLimitError:
         runtime = self._runtime
         config = runtime.config
-        shortage = runtime.shortage(failure.requested_bytes)
+        shortage = runtime.books.meter.shortage(failure.requested_bytes)
         return MemoryLimitError(
-            f"{failure}, even under the least demanding plan. In use now: {_sizes(runtime.memory_now())}. What it ran "
+            f"{failure}, even under the minimum-memory plan. In use now: {_sizes(runtime.memory_now())}. What it ran "
             f"into is {nearest_limit(runtime.device)}{f', {shortage}' if shortage else ''}; "
             f"memory_limit={config.memory_limit!r} is {format_bytes(runtime.limit_bytes)}. Raise that limit, allow "
             f"more strategies than {', '.join(config.strategies)}, or use a smaller per-device batch, shorter "
@@ -205,8 +208,32 @@ def _sizes(memory: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(num_bytes)} ({name})" for name, num_bytes in memory.items())
 
 
+_NOTE = "FlexTrainer cannot roll this step back and retry it in less memory: {}"
+
+
+def _obstacle_of_every_step(runtime: FlexRuntime) -> str | None:
+    """Why no step of this run can be rolled back."""
+    if num_ranks() > 1:
+        return (
+            f"it is one of {num_ranks()} processes, and the others would wait for its gradients. "
+            "Lower memory_limit, so that plans leave more room."
+        )
+    if not runtime.config.strategies:
+        return "strategies is empty, so there is no plan that needs less. Allow recompute or offload."
+    return None
+
+
+def _run_once(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], obstacle: str) -> T:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(_NOTE.format(obstacle))
+        raise
+
+
 class _Call:
-    """One call of `Transaction.run`, with everything needed to make it again."""
+    """One call of `Transaction.run_micro_batch`, with everything needed to make it again."""
 
     def __init__(
         self,
@@ -229,7 +256,7 @@ class _Call:
         self._tensors = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def __call__(self) -> Any:
-        # Copies: people take things out of a dictionary of inputs (labels, for one).
+        # Copies: loss functions take things out of a dictionary of inputs (labels, for one).
         args = [_copied(value) for value in self._args]
         return self._function(*args, **{name: _copied(value) for name, value in self._kwargs.items()})
 
@@ -267,7 +294,7 @@ class _Step:
         self._gradients: list[tuple[int, int]] = []
 
     def note_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """A call has ended; whatever happens to gradients before the next one, somebody else did."""
+        """A call has ended; what happens to gradients before the next one is not done by this step."""
         self._gradients = _marks(parameters)
 
     def goes_on(self, parameters: list[nn.Parameter]) -> bool:
@@ -278,15 +305,8 @@ class _Step:
     def _is_changed(self, parameters: list[nn.Parameter]) -> bool:
         return any(p._version != version for p, version in zip(parameters, self._versions, strict=True))
 
-    def obstacle(self, parameters: list[nn.Parameter], runtime: FlexRuntime) -> str | None:
-        """Why this step cannot be taken back."""
-        if num_ranks() > 1:
-            return (
-                f"it is one of {num_ranks()} processes, and the others would wait for its gradients. "
-                "Lower memory_limit, so that plans leave more room."
-            )
-        if not runtime.config.strategies:
-            return "strategies is empty, so there is no plan that needs less. Allow recompute or offload."
+    def obstacle(self, parameters: list[nn.Parameter]) -> str | None:
+        """Why this step cannot be rolled back."""
         if self._had_gradients:
             return (
                 "gradients existed when the step began, and they were not copied. Call zero_grad(set_to_none=True) "

@@ -56,8 +56,7 @@ class FailingAllocations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _wrap_tier(self) -> None:
-        assert self.runtime._offloading is not None
-        tier: Any = self.runtime._offloading.store().tier
+        tier: Any = self.runtime.books.offloading.store().tier
         if tier is self._tier:
             return
         self._tier = tier

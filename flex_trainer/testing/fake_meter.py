@@ -27,8 +27,7 @@ class FakeMeter:
         return 10**9
 
     def in_use_bytes(self) -> int:
-        running = [self._runtime._running] if self._runtime._running is not None else []
-        ledgers = [micro_batch.ledger for micro_batch in (*self._runtime._pending, *running)]
+        ledgers = [micro_batch.ledger for micro_batch in self._runtime.in_flight]
         return self._base_bytes + sum(ledger.held_bytes + ledger.recovered_bytes for ledger in ledgers)
 
     def left_bytes(self, limit_bytes: int) -> int:
@@ -60,5 +59,5 @@ class FakeMeter:
 def with_fake_meter(runtime: FlexRuntime) -> FakeMeter:
     """Give the runtime a fake meter; call it before `attach`."""
     meter = FakeMeter(runtime)
-    runtime._meter = meter
+    runtime.use_meter(meter)
     return meter

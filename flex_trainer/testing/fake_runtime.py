@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flex_trainer.records import MicroBatchRecord, StepRetry
+from flex_trainer.records import MicroBatchRecord, RunRecords, StepRetry
 
 GIB_BYTES = 2**30
 LIMIT_BYTES = 2 * GIB_BYTES
@@ -38,7 +38,7 @@ class FakeRuntime:
     def __init__(
         self, unusual: dict[int, dict[str, Any]] | None = None, memory_bytes: dict[str, int] | None = None
     ) -> None:
-        self.records: list[MicroBatchRecord] = []
+        self.records = RunRecords()
         self.retries: list[StepRetry] = []
         self.limit_bytes = LIMIT_BYTES
         self._unusual = unusual or {}
@@ -49,5 +49,5 @@ class FakeRuntime:
 
     def run_one(self) -> None:
         """Pretend to have run a micro-batch."""
-        micro_batch = len(self.records)
+        micro_batch = self.records.num_total
         self.records.append(make_record(micro_batch, **self._unusual.get(micro_batch, {})))

@@ -11,6 +11,7 @@ from flex_trainer.activations.scope import Choices
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.provision.micro_batch import MicroBatch
+from flex_trainer.provision.part import ModelPart
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.strategy import Site, Strategy
 
@@ -40,8 +41,8 @@ class ForcedRuntime(FlexRuntime):
         super().__init__(FlexConfig(_AMPLE_LIMIT, ("recompute", "offload", "quantize"), trace=False))
         self._choices = choices
 
-    def _begin(self, shape: BatchShape) -> MicroBatch:
-        micro_batch = super()._begin(shape)
+    def _begin(self, part: ModelPart, shape: BatchShape, number: int) -> MicroBatch:
+        micro_batch = super()._begin(part, shape, number)
         micro_batch.choices, micro_batch.plan = self._choices, None
         assert micro_batch.scope is not None
         micro_batch.scope._min_mitigated_bytes = 1

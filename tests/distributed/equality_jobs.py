@@ -84,7 +84,7 @@ def _step(model: Any, strategy: str | None) -> dict[str, Any]:
         runtime = ForcedRuntime(Forced(strategy))
         runtime.attach(model)
         loss = model(input_ids=ids, labels=ids).loss
-        ledger = runtime._pending[0].ledger
+        ledger = runtime.in_flight[0].ledger
         with runtime.backward():
             loss.backward()
         answer.update(freed=dict(ledger.freed_bytes), replays=ledger.num_replays, held=ledger.held_bytes)

@@ -62,7 +62,7 @@ def accumulated(path: str, **parallel: Any) -> dict[str, Any]:
             ids = my_part(all_ids(model, seed=number))
             with plugin.runtime.backward():
                 loss = model(input_ids=ids, labels=ids).loss
-                pending.append(sum(plugin.runtime._pending[0].gradients.pending.values()))
+                pending.append(sum(plugin.runtime.in_flight[0].gradients.pending.values()))
                 loss.backward()
         plugin.runtime.detach()
         answers["deferred" if is_deferred else "reduced"] = {
@@ -103,7 +103,7 @@ def fsdp_plugin_step(path: str, strategies: tuple[str, ...]) -> dict[str, Any]:
         plugin.attach(accelerator, prepared)
         ids = my_part(all_ids(prepared))
         loss = prepared(input_ids=ids, labels=ids).loss
-        freed = plugin.runtime._pending[0].ledger.freed_bytes
+        freed = plugin.runtime.in_flight[0].ledger.freed_bytes
         accelerator.backward(loss)
         plugin.detach()
         gradients = gradients_of(prepared)

@@ -34,22 +34,22 @@ def predicted_and_held(
     runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + extra_bytes))
     with_fake_meter(runtime)
     runtime.attach(model)
-    provisioner: Any = runtime._provisioner
+    correction: Any = runtime.books.correction
     compared: list[int] = []
-    observe = provisioner._correction.observe
+    observe = correction.observe
 
     def observed(plan: Any, *args: Any) -> None:
         compared.append(plan.predicted_bytes)
         observe(plan, *args)
 
-    provisioner._correction.observe = observed
+    correction.observe = observed
     loads = []
     for number in range(num_steps):
         if number == num_crowded:
             undo()
         with runtime.backward():
             loss = _loss(model, number)
-            loads.append(runtime._pending[0].loads.by_layer)
+            loads.append(runtime.in_flight[0].loads.by_layer)
             loss.backward()
         model.zero_grad()
     runtime.detach()
@@ -78,15 +78,15 @@ def steps_under_less_than_is_expected(path: str, num_steps: int, **parallel: Any
         runtime = FlexRuntime(FlexConfig(limit_bytes, strategies=("recompute",), transient_reserve=0))
         with_fake_meter(runtime)
         runtime.attach(model)
-        provisioner: Any = runtime._provisioner
+        part = runtime.part()
         for number in range(num_steps):
             with runtime.backward():
                 loss = _loss(model, number)
-                shape, gradients = runtime._pending[0].shape, runtime._pending[0].gradients
+                shape, gradients = runtime.in_flight[0].shape, runtime.in_flight[0].gradients
                 loss.backward()
             model.zero_grad()
         if dist.get_rank() == 0 and not is_tight:
-            least = provisioner._plans.plan(shape, 0, gradients, provisioner._loads.expected)
+            least = part.plans.plan(shape, 0, gradients, part.recent_loads.expected)
             room_bytes = int(least.peak_bytes / 1.06)
         runtime.detach()
         replayed = [record.freed_bytes["recompute"] for record in runtime.records]
@@ -99,13 +99,13 @@ def news(path: str, num_steps: int, **parallel: Any) -> list[int]:
     runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + 10**9))
     with_fake_meter(runtime)
     runtime.attach(model)
-    provisioner: Any = runtime._provisioner
+    profile = runtime.part().profile
     versions = []
     for number in range(num_steps):
         with runtime.backward():
             _loss(model, number).backward()
         model.zero_grad()
-        versions.append(provisioner._profile.version)
+        versions.append(profile.version)
     runtime.detach()
     return versions
 
@@ -122,7 +122,7 @@ def skewed_steps(path: str, num_steps: int, **parallel: Any) -> list[dict[str, A
     for number in range(num_steps):
         with runtime.backward():
             loss = _loss(model, number)
-            loads = runtime._pending[0].loads.by_layer
+            loads = runtime.in_flight[0].loads.by_layer
             loss.backward()
         steps.append({"plain_loss": plain[number], "loss": float(loss.detach()), "loads": loads})
         model.zero_grad()
@@ -145,7 +145,7 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
     runtime.attach(model)
     with CountAllToAll() as count, runtime.backward():
         loss = _loss(model, 0)
-        agreed = len(runtime._pending[0].loads.agreed_layers)
+        agreed = len(runtime.in_flight[0].loads.agreed_layers)
         loss.backward()
     runtime.detach()
     actual = gradients_of(model)
@@ -165,12 +165,12 @@ def agreement_by_plans(path: str, is_tight: tuple[bool, ...], num_steps: int, **
     with_fake_meter(runtime)
     runtime.attach(model)
     if is_tight[dist.get_rank()]:
-        runtime.tighten(2, 0)
+        runtime.books.tighten(2, 0)
     agreed = []
     for number in range(num_steps):
         with runtime.backward():
             loss = _loss(model, number)
-            agreed.append(len(runtime._pending[0].loads.agreed_layers))
+            agreed.append(len(runtime.in_flight[0].loads.agreed_layers))
             loss.backward()
     runtime.detach()
     return agreed

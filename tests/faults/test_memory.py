@@ -109,14 +109,13 @@ def test_a_rank_that_gets_more_rows_plans_again_and_its_neighbour_does_not(attac
         runtime = attach(model, BASE_BYTES + 700_000)
         for seed in range(2):
             step(runtime, model, seed)
-        assert runtime._provisioner is not None
-        original = runtime._provisioner.revise
+        original = runtime.part().revise
 
         def revise(running: Any, site: Any, routing: Routing, original: Any = original, k: int = rows_factor) -> None:
             original(running, site, replace(routing, num_pairs=routing.num_pairs * k))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runtime._provisioner, "revise", revise)
+            patch.setattr(runtime.part(), "revise", revise)
             step(runtime, model, 2)
         results.append(runtime.records[-1])
     even, crowded = results
@@ -175,7 +174,7 @@ def test_memory_of_auxiliary_loss_logits_and_cross_entropy_is_in_the_plan(has_au
     model = small("mixtral", output_router_logits=has_auxiliary_loss)
     runtime = FlexRuntime(FlexConfig(10**9, ()))
     meter = LiveMeter(runtime)
-    runtime._meter = meter
+    runtime.use_meter(meter)
     with live_bytes(has_peak=True) as live:
         meter.live = live
         runtime.attach(model)
@@ -192,7 +191,7 @@ def test_logits_and_loss_are_sites_of_their_own(attach: Attach) -> None:
     model = small()
     runtime = attach(model)
     loss = model(**tiny_batch(model, 2, 16), use_cache=False).loss
-    (micro_batch,) = runtime._pending
+    (micro_batch,) = runtime.in_flight
     assert micro_batch.scope is not None
     trace = micro_batch.scope.trace
     outside = {call.site.name: index for index, call in enumerate(trace.calls) if call.site.layer == -1}
@@ -231,7 +230,7 @@ def test_a_model_that_keeps_a_tensor_of_each_step_is_seen(attach: Attach) -> Non
     model = small()
     runtime = FlexRuntime(FlexConfig(BASE_BYTES + 20_000_000, ("recompute",)))
     meter = LiveMeter(runtime)
-    runtime._meter = meter
+    runtime.use_meter(meter)
     kept: list[torch.Tensor] = []
     model.model.layers[1].mlp.experts.register_forward_hook(
         lambda module, args, output: kept.append(output.detach() * 1)
@@ -283,7 +282,7 @@ def no_grad_pass(runtime: FlexRuntime, model: Any) -> None:
 
 def abandoned_pass(runtime: FlexRuntime, model: Any) -> None:
     model(**tiny_batch(model, 2, 16))
-    runtime._forget(list(runtime._pending))
+    runtime._flight.forget(runtime.in_flight)
 
 
 def error_in_a_layer(runtime: FlexRuntime, model: Any) -> None:
@@ -349,10 +348,10 @@ def test_tables_are_empty_after_every_path(attach: Attach, path: Any, strategies
         with live_bytes() as live:
             path(runtime, model)
             assert live.now() < 4096
-    assert current_scope() is None and runtime._running is None and runtime._pending == []
+    assert current_scope() is None and runtime.running is None and runtime.in_flight == []
     assert was_known == ([] if path is no_grad_pass else [False])
     assert len(scopes) == (path is not no_grad_pass) and all(reference() is None for reference in scopes)
-    assert runtime._provisioner is not None and runtime._provisioner._allocator.in_flight_bytes == 0
+    assert runtime.books.budgets.in_flight_bytes == 0
 
 
 def test_twenty_steps_of_the_trainer_leave_nothing_behind(tmp_path: Path) -> None:
@@ -383,7 +382,7 @@ def test_twenty_steps_of_the_trainer_leave_nothing_behind(tmp_path: Path) -> Non
     class Look(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             held_bytes = sum(ledger.held_bytes + ledger.recovered_bytes for ledger in ledgers)
-            left.append((held_bytes, sum(scope() is not None for scope in scopes), len(runtime._pending)))
+            left.append((held_bytes, sum(scope() is not None for scope in scopes), len(runtime.in_flight)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "_begin", begin)

@@ -284,14 +284,12 @@ def test_evaluation_never_counts_plans_or_learns(kind: str) -> None:
     runtime.attach(model)
 
     def knowledge() -> tuple[Any, ...]:
-        assert runtime._provisioner is not None
-        provisioner = runtime._provisioner
-        in_flight_bytes = provisioner._allocator.in_flight_bytes
+        in_flight_bytes = runtime.books.budgets.in_flight_bytes
         return (
             len(runtime.records),
-            runtime._num_micro_batches,
-            len(runtime._pending),
-            provisioner._profile.version,
+            runtime.mark().num_micro_batches,
+            len(runtime.in_flight),
+            runtime.part().profile.version,
             in_flight_bytes,
         )
 

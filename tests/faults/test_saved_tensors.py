@@ -321,7 +321,7 @@ def test_scoring_before_training_is_no_warm_up(runtime: Callable[..., FlexRuntim
                 else:
                     with torch.no_grad() if kind == "no_grad" else torch.inference_mode():
                         model(**inputs, use_cache=False)
-        assert one._provisioner is not None and one._provisioner._profile.version == 0
+        assert one.part().profile.version == 0
         train(one, model, 3)
         records.append(one.records)
     plain, scored = records
@@ -337,15 +337,14 @@ def test_a_loss_that_is_thrown_away_measures_nothing(runtime: Callable[..., Flex
     for is_scoring in (False, True):
         model = tiny_model("mixtral", num_hidden_layers=2)
         one = runtime(model, FlexConfig(10**9, ("recompute",)))
-        assert one._provisioner is not None
         if is_scoring:
             versions = []
             for _ in range(2):
                 model(**tiny_batch(model, 2, 24, seed=5), use_cache=False)
-                versions.append(one._provisioner._profile.version)
-            assert not one._provisioner._correction._seen and versions[0] == versions[1]
+                versions.append(one.part().profile.version)
+            assert not one.books.correction._seen and versions[0] == versions[1]
         train(one, model)
-        assert one._provisioner._correction._seen
+        assert one.books.correction._seen
         records.append(one.records)
     (plain,), (scored,) = records
     assert not plain.is_profile and not scored.is_profile

@@ -397,7 +397,7 @@ def test_evaluation_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
             with live_bytes(has_peak=True) as live:
                 trainer.evaluate(Few(num_samples))
                 measured[num_samples] = (live.now(), live.peak_bytes)
-            assert trainer.flex._pending == [] and trainer.flex._running is None
+            assert trainer.flex.in_flight == [] and trainer.flex.running is None
     finally:
         plugin.detach()
     # The loss of each batch is kept by the Trainer: a few numbers.
@@ -430,9 +430,9 @@ def test_counts_come_from_the_chosen_experts_in_every_family(architecture: str) 
     try:
         batch = tiny_batch(model, 2, 8)
         loss = model(**batch).loss
-        (micro_batch,) = runtime._pending
+        (micro_batch,) = runtime.in_flight
         rows, counts = dict(micro_batch.routed_pairs), [count for count, _ in micro_batch._counts]
-        imbalance = micro_batch.record(0, 0, 0.0).imbalance
+        imbalance = micro_batch.record(0).imbalance
         del loss, micro_batch
     finally:
         runtime.detach()

@@ -109,7 +109,6 @@ def test_what_was_traced_is_what_runs() -> None:
     for _ in range(2):
         with runtime.backward():
             model(**tiny_batch(model, 2, 24)).loss.backward()
-    assert runtime._provisioner is not None
-    [[structure]] = runtime._provisioner._profile._structures.values()
+    [[structure]] = runtime.part().profile._structures.values()
     assert structure.is_traced
     runtime.detach()

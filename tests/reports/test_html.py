@@ -125,7 +125,7 @@ def test_a_long_run_stays_small_and_keeps_its_worst():
     html = render_report(records, LIMIT_BYTES, {})
     page = Page(html)
     assert len(html) < 500_000
-    assert "Each point of a chart stands for 21 micro-batches" in page.text
+    assert "Each point of a chart stands for 32 micro-batches" in page.text
     assert page.num_rows == 1 + MAX_SPIKE_ROWS
     assert f"The {MAX_SPIKE_ROWS} worst of 3,333" in page.text
     peaks = next(value for _, name, value in page.attributes if name == "data-values" and "2.5" in value.split(","))

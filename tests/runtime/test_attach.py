@@ -50,10 +50,10 @@ def test_detach_learns_what_a_backward_outside_of_the_context_left(model: PreTra
     runtime = attached(model)
     unfinished = loss_of(model, 1)
     loss_of(model).backward()
-    assert runtime.records == [] and len(runtime._pending) == 2
+    assert runtime.records == [] and len(runtime.in_flight) == 2
     runtime.detach()
-    assert [record.micro_batch for record in runtime.records] == [1] and runtime._pending == []
-    assert not runtime._is_window_open
+    assert [record.micro_batch for record in runtime.records] == [1] and runtime.in_flight == []
+    assert not runtime.books.activities.is_any_at_work
     unfinished.backward()  # its values are still there
     assert len(runtime.records) == 1
 
@@ -77,7 +77,7 @@ def test_only_the_main_process_writes_the_profile(
 ) -> None:
     path = tmp_path / "profile.json"
     for rank, is_main in ((1, False), (0, True)):
-        monkeypatch.setattr("flex_trainer.provision.provisioner.this_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("flex_trainer.provision.part.this_rank", lambda rank=rank: rank)
         runtime = attached(model, FlexConfig(LIMIT_BYTES, seed_profile=str(path)))
         step(runtime, model)
         runtime.detach()
@@ -132,12 +132,34 @@ def test_sharded_models_are_refused_before_anything_is_changed(
     def refuse(_: Any) -> None:
         raise UserError("is sharded over ranks")
 
-    monkeypatch.setattr("flex_trainer.runtime.refuse_unmanaged", refuse)
+    monkeypatch.setattr("flex_trainer.provision.managed_model.refuse_unmanaged", refuse)
     model.activation_checkpointing_enable()
     runtime = FlexRuntime(FlexConfig(LIMIT_BYTES))
     with pytest.raises(ValueError, match="sharded"):
         runtime.attach(model)
-    assert model.is_activation_checkpointing and runtime._meter is None
+    assert model.is_activation_checkpointing and runtime._books is None
+
+
+def test_the_device_of_a_model_is_not_that_of_the_next(model: PreTrainedModel) -> None:
+    runtime = FlexRuntime(FlexConfig("20GiB", ("recompute",)))
+    runtime.attach(model)
+    assert runtime.device.type == "cpu"
+    runtime.detach()
+    with pytest.raises(ValueError, match="on cpu and cuda devices, not on 'meta'"):
+        runtime.attach(tiny_model("llama").to("meta"))
+    assert not runtime.is_attached and runtime.limit_bytes == 20 * 2**30
+
+
+def test_malloc_is_left_as_it_is_where_a_run_is_only_watched(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("flex_trainer.runtime.return_freed_memory", lambda: calls.append("set"))
+    for strategies, expected in (((), []), (("recompute",), ["set"])):
+        runtime = attached(model, FlexConfig(LIMIT_BYTES, strategies))
+        step(runtime, model)  # also the trace of the first micro-batch
+        runtime.detach()
+        assert calls == expected
 
 
 def test_report(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -155,8 +177,7 @@ def test_seed_profile_spares_the_profiling_micro_batch(model: PreTrainedModel, t
     runtime.detach()
     assert (tmp_path / "profile.json").exists()
     again = attached(tiny_model("mixtral"), config)
-    assert again._model is not None
-    assert_equal(step(again, again._model, 1), plain_gradients(1))  # type: ignore[arg-type]
+    assert_equal(step(again, again.model, 1), plain_gradients(1))  # type: ignore[arg-type]
     assert not again.records[0].is_profile
     again.detach()
     with pytest.raises(ValueError, match=r"seed_profile=.* belongs to another model"):

@@ -49,7 +49,7 @@ def test_two_forwards_before_one_backward(model: PreTrainedModel) -> None:
     runtime = attached(model, FlexConfig(BASE_BYTES + 3_600_000))
     step(runtime, model)
     total = loss_of(model, 1) + loss_of(model, 2)
-    assert len(runtime._pending) == 2
+    assert len(runtime.in_flight) == 2
     with runtime.backward():
         total.backward()
     assert_equal(gradients(model), plain_gradients(1, 2))
@@ -60,7 +60,7 @@ def test_two_forwards_before_one_backward(model: PreTrainedModel) -> None:
     assert second.budget_bytes < first.budget_bytes - 0.9 * first.actual_bytes
     assert second.actual_bytes <= first.actual_bytes
     assert max(first.peak_bytes, second.peak_bytes) <= runtime.limit_bytes
-    assert runtime._pending == []
+    assert runtime.in_flight == []
 
 
 def test_two_forwards_and_their_backwards_one_after_the_other(model: PreTrainedModel) -> None:
@@ -68,7 +68,7 @@ def test_two_forwards_and_their_backwards_one_after_the_other(model: PreTrainedM
     first, second = loss_of(model, 1), loss_of(model, 2)
     with runtime.backward():
         second.backward()
-    assert len(runtime._pending) == len(runtime.records) == 1
+    assert len(runtime.in_flight) == len(runtime.records) == 1
     with runtime.backward():
         first.backward()
     assert_equal(gradients(model), plain_gradients(2, 1))
@@ -80,10 +80,10 @@ def test_forward_without_backward_teaches_nothing(model: PreTrainedModel) -> Non
     without_forecast(runtime)
     for seed in range(3):
         loss_of(model, seed)  # under grad, and thrown away: scoring by somebody who forgot no_grad
-    assert runtime.records == [] and len(runtime._pending) <= 1
+    assert runtime.records == [] and len(runtime.in_flight) <= 1
     step(runtime, model)
     assert len(runtime.records) == 1 and runtime.records[0].is_profile
-    assert runtime._pending == []
+    assert runtime.in_flight == []
 
 
 def test_retain_graph(model: PreTrainedModel) -> None:
@@ -95,7 +95,14 @@ def test_retain_graph(model: PreTrainedModel) -> None:
             loss.backward(retain_graph=True)
     twice = {name: gradient * 2 for name, gradient in plain_gradients(1).items()}
     assert_equal(gradients(model), twice)
-    assert len(runtime.records) == 2
+    # Its values are kept for a third backward: it is in flight, and holds what it holds.
+    (kept,) = runtime.in_flight
+    assert len(runtime.records) == 1 and 0 < kept.ledger.held_bytes <= kept.actual_bytes
+    with runtime.backward():
+        loss.backward()
+    assert [record.micro_batch for record in runtime.records] == [0, 1] and runtime.in_flight == []
+    assert kept.ledger.held_bytes == 0 and runtime.books.budgets.in_flight_bytes == 0
+    assert_equal(gradients(model), plain_gradients(1))
     del loss
     assert_equal(step(runtime, model, 2), plain_gradients(2))
 
@@ -104,7 +111,7 @@ def test_backward_outside_of_the_context_is_noticed_at_the_next_forward(model: P
     runtime = attached(model)
     for seed in range(3):
         loss_of(model, seed).backward()
-    assert len(runtime.records) == 2 and len(runtime._pending) == 1
+    assert len(runtime.records) == 2 and len(runtime.in_flight) == 1
 
 
 def test_no_grad_is_left_alone(model: PreTrainedModel) -> None:
@@ -113,7 +120,7 @@ def test_no_grad_is_left_alone(model: PreTrainedModel) -> None:
         loss_of(model)
     with torch.inference_mode():
         loss_of(model)
-    assert runtime.records == [] and runtime._pending == []
+    assert runtime.records == [] and runtime.in_flight == []
     assert current_scope() is None
 
 
@@ -143,7 +150,7 @@ def test_exception_in_backward_teaches_nothing(model: PreTrainedModel) -> None:
     handle.remove()
     del loss
     model.zero_grad()
-    assert len(runtime.records) == 1 and runtime._pending == []
+    assert len(runtime.records) == 1 and runtime.in_flight == []
     assert_equal(step(runtime, model, 2), plain_gradients(2))
     assert [record.micro_batch for record in runtime.records] == [0, 2]
 
@@ -159,7 +166,7 @@ def test_exception_in_forward_leaves_nothing_behind(model: PreTrainedModel) -> N
     with pytest.raises(ArithmeticError):
         loss_of(model, 1)
     handle.remove()
-    assert current_scope() is None and runtime._running is None and runtime._pending == []
+    assert current_scope() is None and runtime.running is None and runtime.in_flight == []
     assert_equal(step(runtime, model, 2), plain_gradients(2))
     assert len(runtime.records) == 2
 
@@ -172,7 +179,7 @@ def test_nothing_of_a_finished_step_is_held(model: PreTrainedModel) -> None:
         ledgers = []
         for seed in range(4):
             loss = loss_of(model, seed)
-            ledgers.append(runtime._pending[0].ledger)
+            ledgers.append(runtime.in_flight[0].ledger)
             with runtime.backward():
                 loss.backward()
             del loss
@@ -185,8 +192,7 @@ def test_fewer_planned_rows_than_routed_makes_it_plan_again(model: PreTrainedMod
     # Without expert parallelism rows are always tokens x top-k, so make the profile remember too few.
     runtime = attached(model)
     step(runtime, model)
-    assert runtime._provisioner is not None
-    for known in runtime._provisioner._profile._structures.values():
+    for known in runtime.part().profile._structures.values():
         for structure in known:
             assert len(structure.pairs_per_token) == 3
             structure.pairs_per_token = {name: rate / 2 for name, rate in structure.pairs_per_token.items()}
@@ -223,12 +229,12 @@ def test_a_finished_micro_batch_dies_at_once(model: PreTrainedModel) -> None:
         dead = []
         for seed in range(2):  # learnt
             loss = loss_of(model, seed)
-            dead.append(weakref.ref(runtime._pending[0]))
+            dead.append(weakref.ref(runtime.in_flight[0]))
             with runtime.backward():
                 loss.backward()
             del loss
         loss_of(model, 2)  # forgotten when the next one starts
-        dead.append(weakref.ref(runtime._pending[0]))
+        dead.append(weakref.ref(runtime.in_flight[0]))
         step(runtime, model, 3)
         assert [reference() for reference in dead] == [None] * 3
     finally:
@@ -238,11 +244,11 @@ def test_a_finished_micro_batch_dies_at_once(model: PreTrainedModel) -> None:
 def test_the_window_ends_with_every_exception(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = attached(model)
     events: list[str] = []
-    monkeypatch.setattr(runtime._meter, "end_window", lambda: events.append("end"))
+    monkeypatch.setattr(runtime.books.meter, "end_window", lambda: events.append("end"))
     step(runtime, model)
-    assert events == ["end"] and not runtime._is_window_open
+    assert events == ["end"] and not runtime.books.activities.is_any_at_work
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise ArithmeticError("cursed")
 
     handle = model.model.norm.register_forward_pre_hook(refuse)
@@ -256,11 +262,12 @@ def test_the_window_ends_with_every_exception(model: PreTrainedModel, monkeypatc
     assert events == ["end"] * 3
     with runtime.backward():  # the same loss, once more: its micro-batch is still known
         loss.backward()
-    assert len(runtime.records) == 2 and runtime._pending == []
-    monkeypatch.setattr(runtime._provisioner, "begin", refuse)
+    assert len(runtime.records) == 2 and runtime.in_flight == []
+    assert events == ["end"] * 4  # its backward has a window of its own
+    monkeypatch.setattr(runtime.part(), "begin", refuse)
     with pytest.raises(ArithmeticError):
         loss_of(model)
-    assert events == ["end"] * 4 and not runtime._is_window_open
+    assert events == ["end"] * 5 and not runtime.books.activities.is_any_at_work
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama", "qwen3_5_moe"])
@@ -353,9 +360,8 @@ def test_under_a_real_cap_plain_training_dies_and_flex_goes_on() -> None:
 def test_a_trace_is_no_part_of_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its time nor its memory: it ends before the window, the plan and the clock begin."""
     runtime = attached(tiny_model("mixtral"))
-    provisioner, meter = runtime._provisioner, runtime._meter
-    assert provisioner is not None and meter is not None
-    prepare, start_window = provisioner.prepare, meter.start_window
+    part, meter = runtime.part(), runtime.books.meter
+    prepare, start_window = part.prepare, meter.start_window
     order: list[str] = []
     ended: list[float] = []
 
@@ -365,7 +371,7 @@ def test_a_trace_is_no_part_of_the_micro_batch(monkeypatch: pytest.MonkeyPatch) 
         ended.append(time.perf_counter())
         return 12.5
 
-    monkeypatch.setattr(provisioner, "prepare", traced)
+    monkeypatch.setattr(part, "prepare", traced)
     monkeypatch.setattr(meter, "start_window", lambda: (order.append("window"), start_window()))
     model = runtime.model
     assert isinstance(model, PreTrainedModel)
@@ -378,13 +384,40 @@ def test_a_trace_is_no_part_of_the_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     assert record.plan_ms <= record.step_ms <= (time.perf_counter() - ended[0]) * 1e3
 
 
+def test_all_that_the_planner_does_is_counted(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    """Looking a shape up, gradients, budget and plan, re-plans, and what is learnt afterwards."""
+    runtime = attached(model, FlexConfig(LIMIT_BYTES * 2, ("recompute",)))
+    step(runtime, model)
+    part = runtime.part()
+    slow = [
+        (part.profile, "knows", 0.02), (part.profile, "observe", 0.04), (part.managed.gradients, "now", 0.03),
+        (part.plans, "plan", 0.01), (runtime.books.correction, "observe", 0.03), (part.profile, "pairs", 0.01),
+    ]  # fmt: skip
+    num_calls: dict[str, int] = {}
+    slept: list[float] = []
+    for owner, name, seconds in slow:
+        original = getattr(owner, name)
+
+        def slowed(*args: Any, original: Any = original, name: str = name, seconds: float = seconds) -> Any:
+            num_calls[name] = num_calls.get(name, 0) + 1
+            slept.append(seconds)
+            time.sleep(seconds)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, slowed)
+    assert_equal(step(runtime, model, 1), plain_gradients(1))
+    assert sum(slept) >= 0.15 and num_calls["observe"] == 2 and num_calls["pairs"] == 3
+    assert runtime.records[-1].plan_ms >= 1e3 * sum(slept)
+    assert num_calls["knows"] <= 2  # by the forecast, and for the plan; not for each of the routers
+
+
 def test_copies_on_their_way_are_no_reason_to_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sources are held for a moment, and the plan does not count them."""
     from flex_trainer.memory.offloading import OffloadService
 
     for in_flight_bytes in (0, 5_000_000):
         runtime = attached(tiny_model("mixtral"), FlexConfig(LIMIT_BYTES * 2))
-        revise = runtime._provisioner.revise  # type: ignore[union-attr]
+        revise = runtime.part().revise
         monkeypatch.setattr(OffloadService, "in_flight_bytes", property(lambda _, num=in_flight_bytes: num))
 
         def with_more_held(micro_batch: Any, site: Any, routing: Routing, revise: Any = revise) -> None:
@@ -392,7 +425,7 @@ def test_copies_on_their_way_are_no_reason_to_plan_again(monkeypatch: pytest.Mon
             revise(micro_batch, site, replace(routing, num_pairs=0))
             micro_batch.ledger.release(5_000_000)
 
-        monkeypatch.setattr(runtime._provisioner, "revise", with_more_held)
+        monkeypatch.setattr(runtime.part(), "revise", with_more_held)
         loss = loss_of(runtime.model)  # type: ignore[arg-type]
         with runtime.backward():
             loss.backward()

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from flex_trainer import FlexConfig, FlexTrainerMixin
 from flex_trainer.memory.failed_allocation import is_out_of_memory
-from flex_trainer.provision.provisioner import MemoryLimitError
+from flex_trainer.provision.device_books import MemoryLimitError
 from flex_trainer.testing.failures import ASKED_BYTES, PLACES, FailingAllocations
 from flex_trainer.testing.fake_meter import FakeMeter
 from tests.trainer_runs import LIMIT_BYTES, assert_same_run, make
@@ -105,7 +105,7 @@ def test_a_run_with_failures_ends_as_one_without(
         assert retry.attempt == 1 and retry.requested_bytes == ASKED_BYTES
         assert retry.phase == where or where == "offload"
         assert retry.margin_bytes > 0
-        assert sum("What this step has run is run again" in message for message in caplog.messages) == 1
+        assert sum("This step is rolled back and retried" in message for message in caplog.messages) == 1
         # Nothing was counted twice, and no micro-batch is missing.
         assert [record.micro_batch for record in trainer.flex.records] == list(range(2 * NUM_STEPS))
         assert [record.step for record in trainer.flex.records] == [i // 2 for i in range(2 * NUM_STEPS)]
@@ -129,7 +129,7 @@ def test_the_last_failure_says_where_how_much_and_what_limit(tmp_path: Path, mon
         run(tmp_path, "forward", range(300, 10**6))
     text = str(caught.value)
     assert text.startswith("an allocation of 97.66 KiB failed in forward of model.layers.")
-    assert "even under the least demanding plan" in text
+    assert "even under the minimum-memory plan" in text
     assert "What it ran into is the " in text and "left), full: 100000 are too many; memory_limit=2450000" in text
     assert "smaller per-device batch" in text
     assert caught.value.__cause__ is not None and is_out_of_memory(caught.value.__cause__)

@@ -165,7 +165,7 @@ def test_margin_is_kept_back_from_plans_and_saved(tmp_path: Path) -> None:
         with runtime.backward():
             loss.backward()
 
-    step.run(forward_and_backward)
+    step.run_micro_batch(forward_and_backward)
     assert runtime.margin_bytes > 0.98 * ASKED_BYTES
     record, retry = runtime.records[-1], runtime.retries[-1]
     assert retry.margin_bytes == ASKED_BYTES and retry.phase == "forward" and retry.attempt == 1
@@ -201,7 +201,7 @@ def test_gradients_buffers_random_streams_and_arguments_are_put_back() -> None:
         rotary._buffers[name] = buffer + 1
         return len(seen)
 
-    assert step.run(function, {"labels": 1, "input_ids": 2}) == 2
+    assert step.run_micro_batch(function, {"labels": 1, "input_ids": 2}) == 2
     assert seen[0] == seen[1] == (seen[0][0], ["input_ids", "labels"], True)
     bound = rotary._buffers[name]
     assert bound is not None and torch.equal(bound, before + 2)
@@ -226,10 +226,10 @@ def test_what_changes_between_micro_batches_is_as_it_was_at_each() -> None:
         if is_last:
             fail()
 
-    step.run(function, {"rows": [[1], [2]]}, False)
+    step.run_micro_batch(function, {"rows": [[1], [2]]}, False)
     layer.scale = 3.0  # a callback, say
     fail.num_left = 1
-    step.run(function, {"rows": [[3]]}, True)
+    step.run_micro_batch(function, {"rows": [[3]]}, True)
     assert seen == [(1.0, 1, [[1], [2]]), (3.0, 2, [[3]])] * 2
     assert (layer.scale, layer.calls) == (3.0, 2)
 
@@ -247,10 +247,10 @@ def test_earlier_micro_batches_of_the_step_run_again_and_only_those() -> None:
             fail()
         return name
 
-    assert [step.run(function, name) for name in "ab"] == ["a", "b"]
+    assert [step.run_micro_batch(function, name) for name in "ab"] == ["a", "b"]
     weight.grad = None  # the optimizer has stepped
     fail.num_left = 2
-    assert [step.run(function, name) for name in "cd"] == ["c", "d"]
+    assert [step.run_micro_batch(function, name) for name in "cd"] == ["c", "d"]
     assert "".join(ran) == "ab" + "cd" + "cd" + "cd"
     assert weight.grad is not None and float(weight.grad.flatten()[0]) == 2
 
@@ -261,7 +261,7 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def message_of(function: Callable[..., Any], *args: Any, run: Transaction = step) -> str:
         with pytest.raises(RuntimeError, match="tried to allocate") as caught:
-            run.run(function, *args)
+            run.run_micro_batch(function, *args)
         assert not runtime.retries
         return "\n".join(caught.value.__notes__)
 
@@ -294,6 +294,40 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "strategies is empty" in message_of(Once(), run=watching)
 
 
+@pytest.mark.parametrize("reason", ["several processes", "no strategies"])
+def test_nothing_is_prepared_where_no_step_can_be_rolled_back(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _, runtime = transaction(
+        FlexConfig(AMPLE.memory_limit, strategies=() if reason == "no strategies" else ("recompute",))
+    )
+    if reason == "several processes":
+        monkeypatch.setattr("flex_trainer.steps.transaction.num_ranks", lambda: 2)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("prepared")
+
+    for name in ("ModuleValues", "RandomStreams"):
+        monkeypatch.setattr(f"flex_trainer.steps.transaction.{name}", refuse)
+    assert step.run_micro_batch(lambda: (5, runtime.can_roll_back)) == (5, False)
+
+
+def test_the_micro_batches_of_a_step_share_what_has_not_changed() -> None:
+    step, model, _ = transaction()
+    layer: Any = model.model.layers[0]
+    weight = next(model.parameters())
+    layer.calls = 0
+
+    def function() -> None:
+        layer.calls += 1
+        weight.grad = torch.ones_like(weight) if weight.grad is None else weight.grad + 1
+
+    for _ in range(4):
+        step.run_micro_batch(function)
+    assert step._step is not None
+    first, *others = [call.modules for call in step._step.calls]
+    assert len(others) == 3 and all(one._base is first._base for one in others)
+    assert [[record.module for record in one._changed.values()] for one in others] == [[layer]] * 3
+
+
 def test_gradients_of_what_only_the_optimizer_knows_are_taken_back_too() -> None:
     _, model, runtime = transaction()
     head = nn.Parameter(torch.ones(()))
@@ -307,7 +341,7 @@ def test_gradients_of_what_only_the_optimizer_knows_are_taken_back_too() -> None
             fail()
 
     for factor in (2.0, 3.0):
-        step.run(function, factor)
+        step.run_micro_batch(function, factor)
     assert len(runtime.retries) == 1
     assert head.grad is not None and float(head.grad) == 5.0
 
@@ -316,10 +350,10 @@ def test_other_errors_pass_untouched() -> None:
     step, _, runtime = transaction()
     error = KeyError("labels")
     with pytest.raises(KeyError) as caught:
-        step.run(Once(make_error=lambda: error))
+        step.run_micro_batch(Once(make_error=lambda: error))
     assert caught.value is error and not hasattr(error, "__notes__") and not runtime.retries
     with pytest.raises(RuntimeError, match="CUDA error: device-side assert"):
-        step.run(Once(make_error=lambda: RuntimeError("CUDA error: device-side assert triggered")))
+        step.run_micro_batch(Once(make_error=lambda: RuntimeError("CUDA error: device-side assert triggered")))
 
 
 # Counters
@@ -437,7 +471,7 @@ def test_two_forwards_share_the_budget_once_it_is_known() -> None:
 
     expected = plain_gradients(0, 1)
     for number in range(3):
-        step.run(both)
+        step.run_micro_batch(both)
         assert_equal(gradients(model), expected)
         model.zero_grad()
         first, second = runtime.records[-2:]

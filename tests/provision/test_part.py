@@ -12,7 +12,8 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.planner.plan import Plan
 from flex_trainer.provision.correction import Correction
-from flex_trainer.provision.provisioner import MemoryLimitError, Provisioner
+from flex_trainer.provision.device_books import MemoryLimitError
+from flex_trainer.provision.part import ModelPart
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
@@ -29,9 +30,8 @@ class Session:
         self.runtime.attach(self.model)
 
     @property
-    def provisioner(self) -> Provisioner:
-        assert self.runtime._provisioner is not None
-        return self.runtime._provisioner
+    def part(self) -> ModelPart:
+        return self.runtime.part()
 
     def step(self, length: int = 64, batch_size: int = 2, **options: Any) -> Any:
         loss = self.model(**tiny_batch(self.model, batch_size, length, **options)).loss
@@ -119,14 +119,14 @@ def test_better_plans_take_over_once_they_pay(session: Any) -> None:
     run.step()
     before = run.step()
     assert before.is_spike
-    effort = run.provisioner._plans._method_choice
+    effort = run.part.plans._method_choice
     assert effort.method == "bandwidth"
     effort.note_run(1000.0)
-    made = run.provisioner._plans.num_made
+    made = run.part.plans.num_made
     assert run.step().actual_bytes <= 1_600_000
-    assert run.provisioner._plans.num_made == made + 1  # the same shape and budget, planned anew
+    assert run.part.plans.num_made == made + 1  # the same shape and budget, planned anew
     run.step()
-    assert run.provisioner._plans.num_made == made + 1
+    assert run.part.plans.num_made == made + 1
 
 
 def test_too_low_for_a_longer_batch_names_it(session: Any) -> None:
@@ -159,7 +159,7 @@ def test_too_low_for_everything_is_said_at_once_where_sizes_can_be_traced(sessio
     run = session(FlexConfig(BASE_BYTES + 100_000, ("recompute",)))
     with pytest.raises(MemoryLimitError, match=r"memory_limit=1100000 .* is too low for a micro-batch of 2 x 64"):
         run.step(64)
-    assert run.runtime.records == [] and run.runtime._pending == []
+    assert run.runtime.records == [] and run.runtime.in_flight == []
 
 
 def test_too_low_for_everything_is_said_at_the_second_micro_batch(session: Any) -> None:
@@ -171,7 +171,7 @@ def test_too_low_for_everything_is_said_at_the_second_micro_batch(session: Any) 
         MemoryLimitError, match=r"memory_limit=1100000 .* is too low for a micro-batch of 2 x 64 tokens"
     ):
         run.step(64)
-    assert len(run.runtime.records) == 1 and run.runtime._pending == []
+    assert len(run.runtime.records) == 1 and run.runtime.in_flight == []
 
 
 def test_a_seed_profile_that_could_not_be_written_is_refused_at_once(session: Any, tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_a_seed_profile_that_could_not_be_written_is_refused_at_once(session: An
 def test_offload_that_failed_is_planned_no_more(session: Any) -> None:
     run = session(FlexConfig(BASE_BYTES + 2_000_000))
     run.step()
-    assert [strategy.value for strategy in run.provisioner._plans.strategies] == ["recompute", "offload"]
-    run.runtime._offloading._store.failure = "the disk is full"
-    assert [strategy.value for strategy in run.provisioner._plans.strategies] == ["recompute"]
+    assert [strategy.value for strategy in run.part.plans.strategies] == ["recompute", "offload"]
+    run.runtime.books.offloading._store.failure = "the disk is full"
+    assert [strategy.value for strategy in run.part.plans.strategies] == ["recompute"]
     record = run.step()
     assert record.freed_bytes["offload"] == 0 and not record.is_profile
 

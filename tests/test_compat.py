@@ -1,0 +1,47 @@
+"""Each private name of the libraries below does what we take it to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flex_trainer.compat import current_backward, keeps_graph, when_backward_ends
+
+
+class Asking(torch.autograd.Function):
+    """The identity; asks in backward."""
+
+    seen: list[tuple[str, int, bool]] = []
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        number = current_backward()
+        Asking.seen.append(("begun", number, keeps_graph()))
+        when_backward_ends(lambda: Asking.seen.append(("ended", number, x.grad is not None)))
+        return gradient
+
+
+x = torch.ones(2, requires_grad=True)
+
+
+def test_begin_and_end_of_a_backward_are_told() -> None:
+    Asking.seen.clear()
+    x.grad = None
+    assert current_backward() == -1
+    loss = Asking.apply(x).sum()
+    loss.backward(retain_graph=True)
+    assert [event for event, *_ in Asking.seen] == ["begun", "ended"]
+    (_, first, is_kept), (_, same, has_gradient) = Asking.seen
+    assert first == same >= 0 and is_kept and has_gradient  # it has ended: gradients are there
+    loss.backward()
+    assert Asking.seen[2][1] != first and Asking.seen[2][2] is False
+    assert current_backward() == -1
+
+
+def test_outside_of_a_backward_there_is_no_end_to_wait_for() -> None:
+    with pytest.raises(RuntimeError):
+        when_backward_ends(lambda: None)
