@@ -352,10 +352,14 @@ class Provisioner:
         return Profile.load(path, self._fingerprint) if path is not None and path.exists() else Profile()
 
     def _resumed(self, path: Path) -> Profile:
-        """What a checkpoint has; nothing, where it is not of this model on this number of ranks: sizes are others."""
-        if Profile.fingerprint_of(path) in (None, self._fingerprint):
-            return Profile.load(path, self._fingerprint)
-        logger.info("Sizes of operators in %s were measured on other ranks; they are learnt anew", path)
+        """What a checkpoint has; nothing, where it is not of this model on this number of ranks (sizes are others) or
+        cannot be read: it only helps."""
+        try:
+            if Profile.fingerprint_of(path) in (None, self._fingerprint):
+                return Profile.load(path, self._fingerprint)
+            logger.info("Sizes of operators in %s were measured on other ranks; they are learnt anew", path)
+        except UserError as error:
+            logger.warning("Sizes of operators are learnt anew: %s", error)
         return Profile()
 
     # Limits that cannot be met
