@@ -84,7 +84,8 @@ def verify(directory: Path, is_shared: bool) -> Findings:
         own = _damage_of_own_share(directory, is_shared)
     except OSError as error:
         own = [DamagedFileError("the directory", f"cannot be read ({error.strerror or error})")]
-    found = sorted({(error.name, str(error)) for damage in _gather(own) for error in damage})
+    said = [(error.name, str(error)) for error in own]
+    found = sorted({pair for of_rank in _gather(said) for pair in of_rank})
     return Findings(
         damage=tuple(text for name, text in found if not is_hint(name)),
         damaged_hints=tuple(text for name, text in found if is_hint(name)),

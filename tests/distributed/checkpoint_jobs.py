@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,10 @@ from transformers.utils import logging
 
 from flex_trainer import FlexConfig, FlexTrainer
 from flex_trainer.checkpoint import CheckpointError, CheckpointMixin
+from flex_trainer.checkpoint.manifest import FileFacts
 from flex_trainer.checkpoint.placement import is_one_block
 from flex_trainer.checkpoint.sharded import load_model, save_sharded
+from flex_trainer.checkpoint.staging import find_checkpoint
 from flex_trainer.errors import UserError
 from flex_trainer.launch.distribute import distribute
 from flex_trainer.testing.forced import whole
@@ -171,6 +174,29 @@ def _dataset(size: int) -> list[dict[str, list[int]]]:
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def find(output: Path) -> tuple[str, str, int]:
+    """Which checkpoint this rank would go on from or why from none, what it warned of, and how many files it read."""
+    num_read = 0
+    read_through = FileFacts.of
+
+    def counted(path: Path) -> FileFacts:
+        nonlocal num_read
+        num_read += 1
+        return read_through(path)
+
+    FileFacts.of = counted  # type: ignore[method-assign,assignment]
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = find_checkpoint(output, is_shared=True)[0].name
+            except UserError as error:
+                found = str(error)
+    finally:
+        FileFacts.of = read_through  # type: ignore[method-assign]
+    return found, "; ".join(str(one.message) for one in caught), num_read
 
 
 # Saving that fails
