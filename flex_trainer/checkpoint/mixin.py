@@ -28,6 +28,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from flex_trainer.checkpoint.groups import SavedGroups
+from flex_trainer.checkpoint.loaded import check_loaded_weights
 from flex_trainer.checkpoint.sharded import (
     gather_whole,
     load_model,
@@ -54,6 +55,8 @@ class CheckpointMixin(_TrainerBase):
     """The checkpoint that is being written."""
     _asked_for_model_only: bool | None = None
     _has_damaged_hints = False
+    checks_loaded_weights = True
+    """Whether a model that was sharded while it was loaded is compared with its files, once, before it is trained."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -188,6 +191,9 @@ class CheckpointMixin(_TrainerBase):
         elif isinstance(asked, str | os.PathLike):
             self._note_hints(check_checkpoint(Path(asked), is_shared))
             asked = str(asked)
+        if self.checks_loaded_weights and is_shared and not asked:
+            check_loaded_weights(self._whole_model())
+        self.checks_loaded_weights = False  # from now on they are trained
         return super().train(asked, *args, **kwargs)
 
     def _note_hints(self, findings: Findings) -> None:

@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from flex_trainer import FlexConfig, FlexTrainer
+from flex_trainer.activations.identity import local_part
 from flex_trainer.checkpoint import CheckpointError, CheckpointMixin
+from flex_trainer.checkpoint.loaded import check_loaded_weights
 from flex_trainer.checkpoint.manifest import FileFacts
 from flex_trainer.checkpoint.placement import is_one_block
 from flex_trainer.checkpoint.sharded import load_model, save_sharded
@@ -406,3 +409,21 @@ def save_and_load_strided(directory: Path) -> dict[str, Any]:
     load_state_dict({"model/weight": alone}, checkpoint_id=directory)
     loaded: Any = other.weight
     return {"is_one_block": is_one_block(tensor), "own": _own(loaded).tolist(), "whole": alone.tolist()}
+
+
+# Weights as they were loaded
+
+
+def check_loaded(start: Path, sizes: Mapping[str, Any], change: str = "") -> str:
+    """What is said of a model that was sharded while it was loaded; empty: nothing. `change`: a tensor that this rank
+    changes first, if it is rank 1."""
+    of_class: Any = getattr(transformers, AutoConfig.from_pretrained(start).architectures[0])
+    model = of_class.from_pretrained(start, distributed_config=DistributedConfig(**sizes))
+    if change and torch.distributed.get_rank() == 1:
+        with torch.no_grad():
+            local_part(dict(model.named_parameters())[change]).view(-1)[-1:].add_(1.0)
+    try:
+        check_loaded_weights(model)
+    except UserError as error:
+        return str(error)
+    return ""
