@@ -62,11 +62,12 @@ def check_loaded_weights(model: nn.Module) -> None:
     expected: dict[str, int] = {}
     try:
         expected = _read_own_share(files, base, tensors)
-    except (OSError, ValueError, RuntimeError) as raised:
+    except Exception as raised:  # the others wait to hear of it
         error = raised
     failures = gather_failures(error)
     if failures:
-        raise UserError(
+        is_refused = all(failure.is_refused_by_system for failure in failures.values())
+        raise (UserError if is_refused else RuntimeError)(
             f"the sharded weights cannot be compared with {base.name_or_path!r} ({in_words(failures)})"
         ) from error
     found = differing(tensors, expected)

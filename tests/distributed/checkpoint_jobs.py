@@ -422,6 +422,48 @@ def check_loaded(start: Path, sizes: Mapping[str, Any], change: str = "") -> str
     if change and torch.distributed.get_rank() == 1:
         with torch.no_grad():
             local_part(dict(model.named_parameters())[change]).view(-1)[-1:].add_(1.0)
+    return _told(model)
+
+
+def draw_and_distribute(sizes: Mapping[str, Any], seeds: list[int]) -> str:
+    """What is said of random weights that each rank draws whole from its own seed; empty: nothing."""
+    model = tiny_model("qwen3_moe", seed=seeds[torch.distributed.get_rank()])
+    try:
+        distribute(model, DistributedConfig(**sizes))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def train_wrongly_loaded(start: Path, output: Path, sizes: Mapping[str, Any], is_checked: bool) -> tuple[str, int]:
+    """The error of a trainer, if there is one, and after how many steps."""
+    trainer: Any = make_trainer(load(start, sizes), output, max_steps=1, save_strategy="no")
+    if not is_checked:
+        trainer.checks_loaded_weights = False
+    try:
+        trainer.train()
+    except UserError as error:
+        return str(error), trainer.state.global_step
+    return "", trainer.state.global_step
+
+
+def load_another(start: Path, sizes: Mapping[str, Any]) -> dict[str, str]:
+    """What is said where there is nothing to compare with, and of files that are damaged meanwhile."""
+    said = {}
+    model: Any = load(start, {**sizes, "is_whole": True})
+    said["spread after it was loaded"] = _told(model)
+    with torch.no_grad():
+        local_part(model.lm_head.weight).add_(1.0)
+    said["changed"] = _told(model)
+    model.name_or_path = str(start / "nothing")
+    said["without files"] = _told(model)
+    drawn: Any = distribute(tiny_model("qwen3_moe"), DistributedConfig(**sizes))
+    drawn.name_or_path = str(start)
+    said["drawn"] = _told(drawn)
+    return said
+
+
+def _told(model: Any) -> str:
     try:
         check_loaded_weights(model)
     except UserError as error:
