@@ -21,8 +21,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from flex_trainer.checkpoint.failures import gather_failures, in_words
 from flex_trainer.checkpoint.manifest import shares
@@ -150,13 +151,15 @@ def _files_of(model: PreTrainedModel) -> list[Path]:
 
 
 def _file(model: PreTrainedModel, name: str) -> Path | None:
-    place = Path(model.name_or_path or "nothing") / name
-    if place.is_file() or Path(model.name_or_path).is_dir():
-        return place if place.is_file() else None
+    source = model.name_or_path
+    if not source:
+        return None
+    if Path(source).is_dir():
+        return Path(source) / name if (Path(source) / name).is_file() else None
     revision = getattr(model.config, "_commit_hash", None)
     try:  # of the hub: where from_pretrained has put it
         found = cached_file(
-            model.name_or_path,
+            source,
             name,
             revision=revision,
             local_files_only=True,

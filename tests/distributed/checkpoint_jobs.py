@@ -417,7 +417,8 @@ def save_and_load_strided(directory: Path) -> dict[str, Any]:
 def check_loaded(start: Path, sizes: Mapping[str, Any], change: str = "") -> str:
     """What is said of a model that was sharded while it was loaded; empty: nothing. `change`: a tensor that this rank
     changes first, if it is rank 1."""
-    of_class: Any = getattr(transformers, AutoConfig.from_pretrained(start).architectures[0])
+    config: Any = AutoConfig.from_pretrained(start)
+    of_class: Any = getattr(transformers, config.architectures[0])
     model = of_class.from_pretrained(start, distributed_config=DistributedConfig(**sizes))
     if change and torch.distributed.get_rank() == 1:
         with torch.no_grad():

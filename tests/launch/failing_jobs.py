@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flex_trainer.launch import failing_rank
 from flex_trainer.launch.failing_rank import ranks_fail_together, watch
@@ -31,7 +32,7 @@ def main(job: str) -> None:
 
 def _end(job: str) -> None:
     """One process, which believes in another that is not there."""
-    store = torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 1, True)
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 1, True)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     if "slowly" in job:  # the thread comes back from the store while the interpreter is taken apart
         failing_rank._WAIT_SECONDS = 1.0
