@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+# How transformers turns tensors of files into those of a model. Private in transformers 5.24; goes when it can read and
+# convert one tensor of a checkpoint.
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
 
 # Puts the local parts in place of a module's sharded parameters for as long as a context lasts. Private in transformers
 # 5.24; goes when torch modules take local parameters by themselves.
@@ -16,16 +27,20 @@ from transformers.integrations.moe import _grouped_linear as grouped_linear
 
 # What transformers makes of every decoder layer. Public in the module it stands in, not at the top; goes when it is.
 from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
+from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import import_utils
 
 __all__ = [
     "DecoderLayer",
     "as_if_real",
+    "convert_into",
     "current_backward",
     "grouped_linear",
     "keeps_graph",
     "local_parameters",
+    "names_in_model",
     "release_pinned_cache",
+    "weight_conversions",
     "when_backward_ends",
 ]
 
@@ -78,3 +93,36 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
         RuntimeError: outside of a backward.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+def weight_conversions(model: PreTrainedModel) -> list[Any]:
+    """The rules by which names and shapes in files become those of the model."""
+    return get_model_conversion_mapping(model)
+
+
+def names_in_model(names: Iterable[str], model: PreTrainedModel, conversions: list[Any]) -> dict[str, str]:
+    """By the names of tensors in files: the (first) tensor of the model that is made from each. Those that the model
+    has no place for are left out."""
+    there = model.state_dict()
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    found = {}
+    for name in names:
+        target = rename_source_key(name, renamings, converters, model.base_model_prefix, there)[0]
+        if target not in there and name in there:
+            target = rename_source_key(name, [], [], model.base_model_prefix, there)[0]
+        if target in there:
+            found[name] = target
+    return found
+
+
+def convert_into(model: PreTrainedModel, tensors: Mapping[str, Any], conversions: list[Any]) -> None:
+    """Put tensors of files, or slices that are not read yet, into a model on one process, as from_pretrained does: in
+    the dtypes that the model has. Those that do not fit its shapes are left out.
+
+    Raises:
+        ValueError: they cannot be converted.
+    """
+    settings = LoadStateDictConfig(device_map={"": "cpu"}, dtype=model.dtype, weight_mapping=conversions)
+    info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), settings)
+    if info.conversion_errors:
+        raise ValueError("; ".join(str(error) for error in info.conversion_errors.values()))

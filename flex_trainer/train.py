@@ -24,7 +24,7 @@ from flex_trainer.errors import UserError, user_mistakes_as_one_line
 from flex_trainer.launch.accelerate import accelerate_settings, launch_command
 from flex_trainer.launch.build import build_data, build_model, build_tokenizer, check_recipe, training_arguments
 from flex_trainer.launch.distribute import check_ranks
-from flex_trainer.launch.failing_rank import ranks_fail_together, watch
+from flex_trainer.launch.failing_rank import flush_at_failure, ranks_fail_together, tell_end, watch
 from flex_trainer.launch.recipe import Recipe, load_recipe
 from flex_trainer.launch.yaml import RecipeError
 from flex_trainer.memory.enforce import enforce_process_limit
@@ -73,7 +73,9 @@ def run(recipe: Recipe) -> FlexTrainer:
     if recipe.enforce_limit:
         flex = replace(flex, memory_limit=_enforce_limit(recipe, args, console))
     trainer = _make_trainer(flex, args, tokenizer, model, train_dataset, eval_dataset)
+    flush_at_failure(lambda exit_code: _flush_trackers(trainer, exit_code))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    tell_end()  # a rank that has more to train would not be in what comes next
     # Step 4: say what happened.
     ranks = gather_ranks(trainer.flex)
     if trainer.is_world_process_zero():
@@ -174,6 +176,17 @@ def _has_wandb_key() -> bool:
         return netrc.netrc(path).authenticators(_WANDB_HOST) is not None
     except netrc.NetrcParseError:
         return False  # wandb cannot read a key from such a file either
+
+
+def _flush_trackers(trainer: FlexTrainer, exit_code: int) -> None:
+    """Have written what trackers hold back: this process is about to end without its own exit."""
+    for callback in trainer.callback_handler.callbacks:
+        writer: Any = getattr(callback, "tb_writer", None)
+        if writer is not None:
+            writer.flush()
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish(exit_code=exit_code)
 
 
 def _enforce_limit(recipe: Recipe, args: TrainingArguments, console: Console) -> int:

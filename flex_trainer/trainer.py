@@ -24,14 +24,12 @@ from transformers import Trainer, TrainingArguments
 
 from flex_trainer.callbacks import FlexMemoryCallback, use_flex_progress
 from flex_trainer.checkpoint import CheckpointMixin
+from flex_trainer.checkpoint.manifest import PLANNER_FILE
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.plugin import FlexPlugin
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.snapshot import Bookkeeping
-
-PLANNER_FILE = "flex_planner_{rank}.json"
-"""In a checkpoint: what a rank's planner has learnt."""
 
 
 class FlexTrainerMixin(CheckpointMixin):

@@ -13,7 +13,7 @@ import torch
 
 from flex_trainer.errors import UserError
 
-_FILE_NAME = "optimizer_groups.pt"
+GROUPS_FILE = "optimizer_groups.pt"
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class SavedGroups:
 
     @classmethod
     def load(cls, directory: Path) -> SavedGroups:
-        return cls(torch.load(directory / _FILE_NAME, weights_only=True))
+        return cls(torch.load(directory / GROUPS_FILE, weights_only=True))
 
     def save(self, directory: Path) -> None:
-        torch.save(self.groups, directory / _FILE_NAME)
+        torch.save(self.groups, directory / GROUPS_FILE)
 
     def options(self, names: list[str]) -> dict[str, Any]:
         """Options of a group of these parameters; none for an empty one.

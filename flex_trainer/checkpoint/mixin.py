@@ -5,6 +5,7 @@
       trainer_state.json, scheduler.pt, ...   as ever
       rng_state_0.pth, rng_state_1.pth        random streams, a file for each rank
       sharded/                                models that are sharded at load time: parameters and optimizer state
+      flex_manifest.json                      size and checksum of each file, written last
 
 Transformers' Trainer refuses to save what it takes to resume a model that is sharded at load time (DistributedConfig);
 here that goes to `sharded/`. All checkpoints, of other models too, are written beside their place and moved there when
@@ -13,6 +14,8 @@ they are complete.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -25,6 +28,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from flex_trainer.checkpoint.groups import SavedGroups
+from flex_trainer.checkpoint.loaded import check_loaded_weights
 from flex_trainer.checkpoint.sharded import (
     gather_whole,
     load_model,
@@ -33,7 +37,8 @@ from flex_trainer.checkpoint.sharded import (
     parameter_names,
     save_sharded,
 )
-from flex_trainer.checkpoint.staging import CheckpointError, Staging, last_checkpoint, recover, refuse_incomplete
+from flex_trainer.checkpoint.staging import CheckpointError, Staging, check_checkpoint, find_checkpoint, recover
+from flex_trainer.checkpoint.verify import SHARDED, Findings, verify
 from flex_trainer.checkpoint.weights import load_weights, must_be_converted
 from flex_trainer.errors import UserError
 
@@ -42,9 +47,6 @@ if TYPE_CHECKING:
 else:
     _TrainerBase = object
 
-SHARDED = "sharded"
-"""The directory inside a checkpoint that holds what ranks wrote in parts."""
-
 
 class CheckpointMixin(_TrainerBase):
     """Saves whole checkpoints or none, and resumes models that are sharded at load time."""
@@ -52,6 +54,9 @@ class CheckpointMixin(_TrainerBase):
     _staging: Staging | None = None
     """The checkpoint that is being written."""
     _asked_for_model_only: bool | None = None
+    _has_damaged_hints = False
+    checks_loaded_weights = True
+    """Whether a model that was sharded while it was loaded is compared with its files, once, before it is trained."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -91,7 +96,7 @@ class CheckpointMixin(_TrainerBase):
         """For subclasses: write what else this rank must remember into the checkpoint, without waiting for others."""
 
     def _load_own_state(self, directory: Path) -> None:
-        """For subclasses: read what `_save_own_state` has written."""
+        """For subclasses: read what `_save_own_state` has written; not called where that is damaged."""
 
     # Saving
 
@@ -176,19 +181,38 @@ class CheckpointMixin(_TrainerBase):
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is True and self.args.output_dir is not None:
+        asked: Any = resume_from_checkpoint
+        is_shared = self.is_distributed_loading_by_transformers
+        if asked is True and self.args.output_dir is not None:
             recover(Path(self.args.output_dir))
-            found = last_checkpoint(Path(self.args.output_dir))
-            resume_from_checkpoint = True if found is None else str(found)  # Trainer says that there is none
-        elif isinstance(resume_from_checkpoint, str):
-            refuse_incomplete(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+            found, findings = find_checkpoint(Path(self.args.output_dir), is_shared)
+            asked = str(found)
+            self._note_hints(findings)
+        elif isinstance(asked, str | os.PathLike):
+            self._note_hints(check_checkpoint(Path(asked), is_shared))
+            asked = str(asked)
+        if self.checks_loaded_weights and is_shared and not asked:
+            check_loaded_weights(self._whole_model())
+        self.checks_loaded_weights = False  # from now on they are trained
+        return super().train(asked, *args, **kwargs)
+
+    def _note_hints(self, findings: Findings) -> None:
+        self._has_damaged_hints = bool(findings.damaged_hints)
+        if self._has_damaged_hints and self.args.process_index == 0:
+            warnings.warn(
+                f"The checkpoint is resumed without what the planner had learnt: {', '.join(findings.damaged_hints)}",
+                stacklevel=3,
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if not self._load_weights(Path(resume_from_checkpoint), self._whole_model() if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint or "")
+        damage = verify(best, self.is_distributed_loading_by_transformers).damage if best.is_dir() else ()
+        if damage:
+            raise UserError(f"the best model cannot be loaded: {str(best)!r} is damaged ({', '.join(damage[:3])})")
         if not self._load_weights(Path(self.state.best_model_checkpoint or ""), self._whole_model()):
             super()._load_best_model()
 
@@ -211,7 +235,7 @@ class CheckpointMixin(_TrainerBase):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             self._load_sharded_optimizer(directory)
-        if directory is not None:
+        if directory is not None and not self._has_damaged_hints:
             self._load_own_state(directory)
 
     def _load_sharded_optimizer(self, directory: Path) -> None:

@@ -12,20 +12,25 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from flex_trainer.checkpoint.failures import gather_failures, in_words
+from flex_trainer.checkpoint.manifest import FileFacts
+from flex_trainer.checkpoint.verify import Findings, looks_whole, read_own_share, seal, verify
 from flex_trainer.errors import UserError
 from flex_trainer.ranks import is_first_on_machine, num_ranks, this_rank
 
 _SAVING = "saving-"
 _REPLACED = "replaced-"
+_MOST_NAMED = 3
+"""Damaged files in one message."""
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
@@ -97,11 +102,18 @@ class Staging:
             raise kind(f"{self.name} was not saved ({what}; {in_words(failures)}). {self._what_is_left()}") from error
 
     def publish(self) -> None:
-        """Give the checkpoint its name, in the place of an earlier one of that name.
+        """Write the manifest, then give the checkpoint its name, in the place of an earlier one of that name.
 
         Raises:
             CheckpointError: on every rank, if a rank failed.
         """
+        facts: dict[str, FileFacts] = {}
+        with self.together("reading it for the manifest"):
+            facts = read_own_share(self.staged, self._is_shared)
+        manifest = seal(self.staged, facts)
+        with self.together("the manifest"):
+            if self.staged.is_dir() and (this_rank() == 0 if self._is_shared else is_first_on_machine()):
+                manifest.save(self.staged)
         with self.together("flushing it to disk"):
             if is_first_on_machine() and self.staged.is_dir():
                 _flush(self.staged)
@@ -140,18 +152,19 @@ class Staging:
 
 
 def last_checkpoint(run_directory: Path) -> Path | None:
-    """The complete checkpoint of the latest step; None: there is none.
+    """The latest checkpoint whose files are all there and of the size they had; None: there is none.
 
-    One without the file that Trainer writes last is what a Trainer left behind that died while it saved.
+    Their content is not read: `find_checkpoint` does that.
     """
+    return next((path for path in checkpoints(run_directory) if looks_whole(path)), None)
+
+
+def checkpoints(run_directory: Path) -> list[Path]:
+    """All that have a checkpoint's name, complete or not, the latest step first."""
     if not run_directory.is_dir():
-        return None
-    complete: dict[int, Path] = {}
-    for path in run_directory.iterdir():
-        name = _NAME.fullmatch(path.name)
-        if name is not None and (path / TRAINER_STATE_NAME).is_file():
-            complete[int(name[1])] = path
-    return complete[max(complete)] if complete else None
+        return []
+    steps = {int(name[1]): path for path in run_directory.iterdir() if (name := _NAME.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps, reverse=True)]
 
 
 def sweep(run_directory: Path) -> None:
@@ -183,21 +196,68 @@ def recover(run_directory: Path) -> None:
         raise UserError(f"{str(run_directory)!r} cannot be searched for checkpoints ({in_words(failures)})") from error
 
 
-def refuse_incomplete(path: Path) -> None:
-    """Refuse to resume from what a run left that died while it saved.
+def find_checkpoint(run_directory: Path, is_shared: bool) -> tuple[Path, Findings]:
+    """The checkpoint of the latest step that is whole. All ranks must call this; each reads a share of the files.
+
+    Args:
+        is_shared: whether the ranks read one directory.
 
     Raises:
-        ValueError: `path` is in such a directory, or lacks the file that Trainer writes last.
+        ValueError: there is none; with what was found instead.
     """
+    passed_over = []
+    for path in _agreed(checkpoints(run_directory)):
+        findings = verify(path, is_shared)
+        if not findings.damage:
+            if passed_over:
+                _warn(f"Going on from {str(path)!r}, the last complete checkpoint: {'; '.join(passed_over)}")
+            return path, findings
+        passed_over.append(f"{path.name} is damaged ({_in_words(findings.damage)})")
+    found = f": {'; '.join(passed_over)}" if passed_over else ""
+    raise UserError(
+        f"No valid checkpoint found in output directory ({run_directory}){found}. Leave resume_from_checkpoint out to "
+        "begin anew"
+    )
+
+
+def check_checkpoint(path: Path, is_shared: bool) -> Findings:
+    """Refuse what cannot be resumed from, naming what can. All ranks must call this; each reads a share of the files.
+
+    Raises:
+        ValueError: left by a run that died while it saved, or damaged.
+    """
+    asked = f"resume_from_checkpoint={str(path)!r}"
     is_staged = any(
         part.startswith((_SAVING, _REPLACED)) and _NAME.search(part) for part in (path.name, path.parent.name)
     )
-    is_cut_off = _NAME.fullmatch(path.name) and path.is_dir() and not (path / TRAINER_STATE_NAME).is_file()
-    if is_staged or is_cut_off:
-        raise UserError(
-            f"resume_from_checkpoint={str(path)!r} was never completed; resume_from_checkpoint=True takes the last one "
-            "that was"
-        )
+    if is_staged:
+        raise UserError(f"{asked} was never completed; resume_from_checkpoint=True takes the last one that was")
+    findings = verify(path, is_shared)
+    if findings.damage:
+        others = (one for one in _agreed(checkpoints(path.parent)) if one != path)
+        whole = next((one for one in others if not verify(one, is_shared).damage), None)
+        left = "there is no complete one beside it" if whole is None else f"the last complete one is {str(whole)!r}"
+        raise UserError(f"{asked} is damaged ({_in_words(findings.damage)}); {left}")
+    return findings
+
+
+def _agreed(paths: list[Path]) -> list[Path]:
+    """What the first rank sees: where machines have disks of their own, all look at the same."""
+    if num_ranks() == 1:
+        return paths
+    said: list[list[Path]] = [paths]
+    torch.distributed.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def _in_words(damage: Sequence[str]) -> str:
+    more = len(damage) - _MOST_NAMED
+    return ", ".join(damage[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _warn(text: str) -> None:
+    if this_rank() == 0:
+        warnings.warn(text, stacklevel=2)
 
 
 def _flush(directory: Path) -> None:

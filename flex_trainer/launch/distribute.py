@@ -17,6 +17,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from flex_trainer.errors import UserError
 from flex_trainer.launch.accelerate import launch_command
 from flex_trainer.launch.recipe import ParallelSection, Recipe
+from flex_trainer.models.checksums import checksum, differing, names_of
 from flex_trainer.ranks import num_launched
 
 _NUM_EXPERTS_NAMES = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -110,7 +111,7 @@ def distribute(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedM
         config: sizes whose product is the number of processes.
 
     Raises:
-        ValueError: the model has no plan for an axis.
+        ValueError: the model has no plan for an axis, or its weights are not the same on all ranks.
     """
     model_class: Any = type(model)
     checked, _, mesh = model_class.prepare_distribute_model(config)
@@ -119,7 +120,17 @@ def distribute(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedM
     if _is_tied(model):
         # FSDP keeps a shared weight only inside one group: that of the whole model, which takes all others left over.
         model.fsdp_plan = _plan_without_tied(model)
+    drawn = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
+    expected = {name: checksum(tensor) for name, tensor in drawn.items()}
+    del drawn
     model_class.maybe_distribute_model(model, checked, mesh)
+    found = differing(dict(model.state_dict()), expected)
+    if found:
+        raise UserError(
+            f"the weights of {model_class.__name__} are not the same on all ranks, so that the model spread over them "
+            f"would be a mixture: {names_of(found)}. Seed every rank alike before the weights are drawn (set_seed), or "
+            "load them from files."
+        )
     return model
 
 

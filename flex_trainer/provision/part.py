@@ -256,10 +256,14 @@ class ModelPart:
         return Profile.load(path, self.managed.fingerprint) if path is not None and path.exists() else Profile()
 
     def _resumed(self, path: Path) -> Profile:
-        """What a checkpoint has; nothing, where it is not of this model on this number of ranks: sizes are others."""
-        if Profile.fingerprint_of(path) in (None, self.managed.fingerprint):
-            return Profile.load(path, self.managed.fingerprint)
-        logger.info("Sizes of operators in %s were measured on other ranks; they are learnt anew", path)
+        """What a checkpoint has; nothing, where it is not of this model on this number of ranks (sizes are others) or
+        cannot be read: it only helps."""
+        try:
+            if Profile.fingerprint_of(path) in (None, self.managed.fingerprint):
+                return Profile.load(path, self.managed.fingerprint)
+            logger.info("Sizes of operators in %s were measured on other ranks; they are learnt anew", path)
+        except UserError as error:
+            logger.warning("Sizes of operators are learnt anew: %s", error)
         return Profile()
 
     # Plans

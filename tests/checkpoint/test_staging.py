@@ -11,9 +11,9 @@ from flex_trainer.checkpoint.staging import (
     CheckpointError,
     CheckpointWriteError,
     Staging,
+    check_checkpoint,
     last_checkpoint,
     recover,
-    refuse_incomplete,
 )
 from flex_trainer.errors import UserError
 
@@ -45,7 +45,8 @@ def test_one_of_the_same_name_is_replaced_whole(tmp_path: Path) -> None:
     earlier = _complete(tmp_path / "checkpoint-3", "old")
     (earlier / "rng_state_7.pth").touch()
     _stage(tmp_path, "checkpoint-3", "new").publish()
-    assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == ["trainer_state.json"]
+    files = sorted(path.name for path in (tmp_path / "checkpoint-3").iterdir())
+    assert files == ["flex_manifest.json", "trainer_state.json"]
     assert (tmp_path / "checkpoint-3" / "trainer_state.json").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
 
@@ -101,7 +102,7 @@ def test_what_others_keep_in_the_directory_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["saving-checkpoint-6", "saving-checkpoint-6/checkpoint-6", "replaced-checkpoint-3"])
 def test_an_incomplete_one_is_refused_by_name(tmp_path: Path, path: str) -> None:
     with pytest.raises(UserError, match=f"{path}.*was never completed; resume_from_checkpoint=True"):
-        refuse_incomplete(tmp_path / path)
+        check_checkpoint(tmp_path / path, is_shared=False)
 
 
 def test_a_failure_says_what_is_left(tmp_path: Path) -> None:

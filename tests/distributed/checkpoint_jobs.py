@@ -6,26 +6,32 @@ import os
 import resource
 import signal
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from flex_trainer import FlexConfig, FlexTrainer
+from flex_trainer.activations.identity import local_part
 from flex_trainer.checkpoint import CheckpointError, CheckpointMixin
+from flex_trainer.checkpoint.loaded import check_loaded_weights
+from flex_trainer.checkpoint.manifest import FileFacts
 from flex_trainer.checkpoint.placement import is_one_block
 from flex_trainer.checkpoint.sharded import load_model, save_sharded
+from flex_trainer.checkpoint.staging import find_checkpoint
 from flex_trainer.errors import UserError
 from flex_trainer.launch.distribute import distribute
 from flex_trainer.testing.forced import whole
@@ -171,6 +177,29 @@ def _dataset(size: int) -> list[dict[str, list[int]]]:
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def find(output: Path) -> tuple[str, str, int]:
+    """Which checkpoint this rank would go on from or why from none, what it warned of, and how many files it read."""
+    num_read = 0
+    read_through = FileFacts.of
+
+    def counted(path: Path) -> FileFacts:
+        nonlocal num_read
+        num_read += 1
+        return read_through(path)
+
+    FileFacts.of = counted  # type: ignore[method-assign,assignment]
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = find_checkpoint(output, is_shared=True)[0].name
+            except UserError as error:
+                found = str(error)
+    finally:
+        FileFacts.of = read_through  # type: ignore[method-assign]
+    return found, "; ".join(str(one.message) for one in caught), num_read
 
 
 # Saving that fails
@@ -380,3 +409,64 @@ def save_and_load_strided(directory: Path) -> dict[str, Any]:
     load_state_dict({"model/weight": alone}, checkpoint_id=directory)
     loaded: Any = other.weight
     return {"is_one_block": is_one_block(tensor), "own": _own(loaded).tolist(), "whole": alone.tolist()}
+
+
+# Weights as they were loaded
+
+
+def check_loaded(start: Path, sizes: Mapping[str, Any], change: str = "") -> str:
+    """What is said of a model that was sharded while it was loaded; empty: nothing. `change`: a tensor that this rank
+    changes first, if it is rank 1."""
+    config: Any = AutoConfig.from_pretrained(start)
+    of_class: Any = getattr(transformers, config.architectures[0])
+    model = of_class.from_pretrained(start, distributed_config=DistributedConfig(**sizes))
+    if change and torch.distributed.get_rank() == 1:
+        with torch.no_grad():
+            local_part(dict(model.named_parameters())[change]).view(-1)[-1:].add_(1.0)
+    return _told(model)
+
+
+def draw_and_distribute(sizes: Mapping[str, Any], seeds: list[int]) -> str:
+    """What is said of random weights that each rank draws whole from its own seed; empty: nothing."""
+    model = tiny_model("qwen3_moe", seed=seeds[torch.distributed.get_rank()])
+    try:
+        distribute(model, DistributedConfig(**sizes))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def train_wrongly_loaded(start: Path, output: Path, sizes: Mapping[str, Any], is_checked: bool) -> tuple[str, int]:
+    """The error of a trainer, if there is one, and after how many steps."""
+    trainer: Any = make_trainer(load(start, sizes), output, max_steps=1, save_strategy="no")
+    if not is_checked:
+        trainer.checks_loaded_weights = False
+    try:
+        trainer.train()
+    except UserError as error:
+        return str(error), trainer.state.global_step
+    return "", trainer.state.global_step
+
+
+def load_another(start: Path, sizes: Mapping[str, Any]) -> dict[str, str]:
+    """What is said where there is nothing to compare with, and of files that are damaged meanwhile."""
+    said = {}
+    model: Any = load(start, {**sizes, "is_whole": True})
+    said["spread after it was loaded"] = _told(model)
+    with torch.no_grad():
+        local_part(model.lm_head.weight).add_(1.0)
+    said["changed"] = _told(model)
+    model.name_or_path = str(start / "nothing")
+    said["without files"] = _told(model)
+    drawn: Any = distribute(tiny_model("qwen3_moe"), DistributedConfig(**sizes))
+    drawn.name_or_path = str(start)
+    said["drawn"] = _told(drawn)
+    return said
+
+
+def _told(model: Any) -> str:
+    try:
+        check_loaded_weights(model)
+    except UserError as error:
+        return str(error)
+    return ""

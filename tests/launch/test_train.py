@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.launch.recipe import load_recipe
-from flex_trainer.train import _hide_gpus, _take_one_gpu, main, run
+from flex_trainer.train import _flush_trackers, _hide_gpus, _take_one_gpu, main, run
 
 TINY = """
 model:
@@ -155,3 +158,16 @@ def test_mistakes_are_one_line(tiny: str, arguments: list[str], message: str, tm
     assert message in error
     assert error.startswith("Error: ") and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_trackers_write_what_they_hold_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    wandb = SimpleNamespace(run=object(), finish=lambda exit_code: told.append(exit_code))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    callbacks = [SimpleNamespace(tb_writer=SimpleNamespace(flush=lambda: told.append("board"))), SimpleNamespace()]
+    trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=callbacks))
+    _flush_trackers(trainer, 1)
+    assert told == ["board", 1]
+    wandb.run = None
+    _flush_trackers(trainer, 2)
+    assert told == ["board", 1, "board"]
