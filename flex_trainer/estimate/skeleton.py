@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.mesh import Stage
 from flex_trainer.estimate.weights import Weight
-from flex_trainer.launch.build import build_tokenizer, loaded_config, random_config
+from flex_trainer.launch.build import build_tokenizer, build_without_weights, check_config, model_config
+from flex_trainer.launch.distribute import check_mixed_precision
+from flex_trainer.launch.model_sizes import NUM_CHOSEN_NAMES
 from flex_trainer.launch.recipe import Recipe
-from flex_trainer.launch.yaml import RecipeError
 from flex_trainer.models.discovery import discover, find_experts
 
 _PLACES = frozenset({"layer_idx", "layer_index", "layer_id", "training"})
@@ -81,8 +82,7 @@ class Skeleton:
     @property
     def num_chosen_experts(self) -> int:
         """Experts per token; 0 for a dense model."""
-        names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-        return next((int(v) for name in names if isinstance(v := getattr(self._config, name, None), int)), 0)
+        return next((int(v) for name in NUM_CHOSEN_NAMES if isinstance(v := getattr(self._config, name, None), int)), 0)
 
     @property
     def num_parameters(self) -> int:
@@ -204,16 +204,15 @@ def build_skeleton(recipe: Recipe) -> Skeleton:
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if section.architecture is not None:
         has_vocabulary = "vocab_size" in section.config
-        config = random_config(recipe, None if has_vocabulary else build_tokenizer(recipe))
+        config = model_config(recipe, None if has_vocabulary else build_tokenizer(recipe))
         dtype = section.dtype or "float32"
     else:
-        config = loaded_config(recipe)
+        config = model_config(recipe)
         dtype = section.dtype if section.dtype not in (None, "auto") else (config.dtype or "float32")
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{recipe.path.name}: model: {' '.join(str(error).split())}") from error
+    check_config(recipe, config)
+    model = build_without_weights(recipe, config, dtype=dtype, **options)
+    if recipe.parallel.mixed_precision:
+        check_mixed_precision(model)
     return Skeleton(model.train())
 
 

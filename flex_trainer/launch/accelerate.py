@@ -21,7 +21,7 @@ from flex_trainer.config import nearest
 from flex_trainer.errors import UserError
 from flex_trainer.files import write_whole
 from flex_trainer.launch.recipe import Recipe
-from flex_trainer.launch.yaml import RecipeError, read_yaml, refuse_quoted_booleans
+from flex_trainer.launch.yaml import RecipeError, read_yaml, refuse_boolean_word, refuse_quoted_booleans
 
 # Used when a recipe has no accelerate section; the second, with another number, where ranks work together.
 ONE_PROCESS, TWO_PROCESSES = "gpu_1proc", "cpu_2proc"
@@ -104,9 +104,19 @@ def launch_problems(settings: Mapping[str, Any]) -> Iterator[str]:
                     yield f"{key}.{inner}: accelerate would ignore it; {nearest(str(inner), sorted(known))}"
         try:
             refuse_quoted_booleans(value, str(key))
+            _refuse_boolean_words(key, value, keys.booleans)
         except UserError as error:
             yield str(error)
     yield from _process_problems(settings, keys.distributed_types)
+
+
+def _refuse_boolean_words(key: str, value: Any, booleans: set[str]) -> None:
+    """Raise ValueError for yes, on, 1, 0 and their like where accelerate needs a boolean."""
+    entries = value.items() if isinstance(value, Mapping) else [(key, value)]
+    prefix, _ = _PREFIXED.get(key, ("", False))
+    for name, one in entries:
+        if (name in booleans or f"{prefix}{name}" in booleans) and not isinstance(one, bool):
+            refuse_boolean_word(name if one is value else f"{key}.{name}", one)
 
 
 def parallel_problems(recipe: Recipe, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -201,7 +211,12 @@ class _LauncherKeys:
         from accelerate.utils import DistributedType
 
         self.top = set(ClusterConfig.__dataclass_fields__)
-        self.launcher = {action.dest for action in launch_command_parser()._actions}
+        actions = launch_command_parser()._actions
+        self.launcher = {action.dest for action in actions}
+        # accelerate itself writes downcast_bf16: 'no' into its files.
+        self.booleans = {action.dest for action in actions if str(action.default).lower() in ("true", "false")}
+        self.booleans |= {name for name, entry in ClusterConfig.__dataclass_fields__.items() if entry.type is bool}
+        self.booleans -= {"downcast_bf16"}
         self.distributed_types = [kind.value for kind in DistributedType]
 
 

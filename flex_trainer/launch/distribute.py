@@ -19,7 +19,7 @@ from flex_trainer.launch.accelerate import launch_command
 from flex_trainer.launch.recipe import ParallelSection, Recipe
 from flex_trainer.ranks import num_launched
 
-_NUM_EXPERTS_NAMES = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+NUM_EXPERTS_NAMES = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def distributed_config(section: ParallelSection) -> DistributedConfig | None:
@@ -144,7 +144,7 @@ def _running(num_processes: int) -> str:
 
 
 def _num_experts(text_config: Any) -> int:
-    return max((getattr(text_config, name, None) or 0 for name in _NUM_EXPERTS_NAMES), default=0)
+    return max((getattr(text_config, name, None) or 0 for name in NUM_EXPERTS_NAMES), default=0)
 
 
 def _is_tied(model: PreTrainedModel) -> bool:

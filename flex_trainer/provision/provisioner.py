@@ -61,8 +61,12 @@ _MAX_TRIED_PLANS = 8
 _BY_EFFECT = [Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE]
 
 
-class MemoryLimitError(UserError):
-    """The memory limit is below what the least demanding way to run needs."""
+class MemoryLimitError(UserError, RuntimeError):
+    """The memory limit is below what the least demanding way to run needs.
+
+    Where a smaller batch may help, the message says "out of memory.": by a RuntimeError with these words accelerate's
+    search for a batch size knows that it has to go on.
+    """
 
 
 class BudgetTakenError(MemoryLimitError):
@@ -380,8 +384,8 @@ class Provisioner:
                 f"{self._limit_text()} is too low for a micro-batch of {shape.batch_size} x {shape.sequence_length} "
                 f"tokens: with strategies {', '.join(self._config.strategies) or 'none'} it needs about "
                 f"{format_bytes(plan.peak_bytes)} more than the {format_bytes(in_use_bytes)} in use before it, and "
-                f"{format_bytes(max(left_bytes, 0))} are left under the limit, the reserve and the system's own limits."
-                " Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
+                f"{format_bytes(max(left_bytes, 0))} are left under the limit, the reserve and the system's own limits:"
+                " it would run out of memory. Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
             )
 
 
