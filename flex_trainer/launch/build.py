@@ -27,7 +27,7 @@ from flex_trainer.config import nearest
 from flex_trainer.data import build_dataset, byte_tokenizer
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.errors import UserError, one_line
-from flex_trainer.files import check_writable
+from flex_trainer.files import check_can_be_made
 from flex_trainer.launch.distribute import check_mixed_precision, check_model, distribute, distributed_config
 from flex_trainer.launch.model_sizes import check_sizes
 from flex_trainer.launch.recipe import Recipe
@@ -68,16 +68,18 @@ def check_output(recipe: Recipe) -> None:
 
 
 def check_output_writable(recipe: Recipe) -> None:
-    """Make the output directory, and find out now whether the report can be written when training ends.
+    """Find out now whether checkpoints, and the report when training ends, can be written. Makes nothing.
 
     Raises:
-        RecipeError: it cannot be made, or nothing can be written there.
+        RecipeError: a place that cannot be written to.
     """
-    report = recipe.output_dir / recipe.report.html if recipe.report.html is not None else None
     try:
-        check_writable(recipe.output_dir / "trainer_state.json", "training.output_dir: the run")
-        if report is not None:
-            check_writable(report, "report.html: the report")
+        check_can_be_made(recipe.output_dir / "trainer_state.json", "training.output_dir: the run")
+        if recipe.report.html is not None:
+            report, output_dir = (recipe.output_dir / recipe.report.html).resolve(), recipe.output_dir.resolve()
+            if report in (output_dir, *output_dir.parents):
+                raise UserError(f"report.html: {recipe.report.html!r} is a directory; give a file name")
+            check_can_be_made(report, "report.html: the report")
     except UserError as error:
         raise RecipeError(f"{recipe.path.name}: {error}") from error
 

@@ -73,9 +73,12 @@ def recipe_findings(recipe: Recipe) -> Iterator[Finding]:
         RecipeError: an accelerate section that names a file or configuration that does not exist, and all that can be
             wrong in a recipe before its model is there.
     """
-    from flex_trainer.launch.build import check_recipe
+    from flex_trainer.launch.build import check_output_writable, check_recipe
+    from flex_trainer.launch.training_fields import check_trackers_installed
 
     check_recipe(recipe)
+    check_output_writable(recipe)
+    check_trackers_installed(recipe)
     settings = read_settings(recipe)
     problems = [*launch_problems(settings), *parallel_problems(recipe, settings)]
     if recipe.parallel.pp > 1:
