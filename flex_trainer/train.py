@@ -21,7 +21,7 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.data.collate import CausalCollator
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.errors import UserError, user_mistakes_as_one_line
-from flex_trainer.launch.accelerate import accelerate_settings, launch_command
+from flex_trainer.launch.accelerate import accelerate_settings, fsdp_on_cpu, launch_command
 from flex_trainer.launch.build import (
     build_data,
     build_model,
@@ -32,7 +32,7 @@ from flex_trainer.launch.build import (
     model_config,
     training_arguments,
 )
-from flex_trainer.launch.distribute import check_ranks
+from flex_trainer.launch.distribute import check_ranks, is_launched_for_fsdp
 from flex_trainer.launch.failing_rank import ranks_fail_together, watch
 from flex_trainer.launch.recipe import Recipe, load_recipe
 from flex_trainer.launch.stopping import not_stopped_again, stop_as_exit_code, terminated_as_exception
@@ -167,7 +167,10 @@ def _hide_gpus(recipe: Recipe) -> None:
 
 
 def _note_processes(recipe: Recipe, console: Console) -> None:
-    """Say when the launch settings ask for more processes than there are; the run is the same, only narrower."""
+    """Say when the launch settings ask for more processes than there are (the run is the same, only narrower), and when
+    they ask for sharding that there will not be."""
+    if is_launched_for_fsdp() and recipe.training.get("use_cpu") and launched_rank() == 0:
+        console.print(fsdp_on_cpu("The launch for FSDP"), style="yellow", highlight=False, soft_wrap=True)
     wanted = accelerate_settings(recipe).get("num_processes", 1)
     running = num_launched()
     if not recipe.parallel.is_used and wanted != running and launched_rank() == 0:

@@ -20,6 +20,7 @@ import flex_trainer.recipes as recipes
 from flex_trainer.config import nearest
 from flex_trainer.errors import UserError
 from flex_trainer.files import write_whole
+from flex_trainer.launch.deepspeed import deepspeed_problem
 from flex_trainer.launch.recipe import Recipe
 from flex_trainer.launch.yaml import RecipeError, read_yaml, refuse_boolean_word, refuse_quoted_booleans
 
@@ -122,6 +123,9 @@ def _refuse_boolean_words(key: str, value: Any, booleans: set[str]) -> None:
 def parallel_problems(recipe: Recipe, settings: Mapping[str, Any]) -> Iterator[str]:
     """What does not go together in a recipe's `accelerate` and `parallel` sections, as in `launch_problems`."""
     section = recipe.parallel
+    deepspeed = deepspeed_problem(settings, recipe.training, section.is_used)
+    if deepspeed is not None:
+        yield deepspeed
     num_processes = settings.get("num_processes", 1)
     if section.is_used and num_processes != section.num_ranks:
         sizes = " x ".join(f"{axis}={section.sizes[axis]}" for axis in ("replicate", "fsdp", "pp"))
@@ -139,6 +143,18 @@ def parallel_problems(recipe: Recipe, settings: Mapping[str, Any]) -> Iterator[s
             f"num_processes: training.ddp_backend={backend!r} does not carry tensors of a {there}; remove it, which "
             f"gives {fitting}" + ("" if uses_cpu else ", or set training.use_cpu: true")
         )
+
+
+def fsdp_on_cpu(kind: str) -> str:
+    """What is said where FSDP was asked for on CPU processes.
+
+    Args:
+        kind: what asks for it.
+    """
+    return (
+        f"{kind} does not shard on CPU processes: accelerate shards on GPUs only, so every process holds the whole model "
+        "(DDP); to shard on CPUs, use parallel: {fsdp: N} with distributed_type: MULTI_GPU"
+    )
 
 
 def _process_problems(settings: Mapping[str, Any], known_types: list[str]) -> Iterator[str]:

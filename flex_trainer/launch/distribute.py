@@ -16,6 +16,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from flex_trainer.errors import UserError
 from flex_trainer.launch.accelerate import launch_command
+from flex_trainer.launch.deepspeed import launched_deepspeed_problem
 from flex_trainer.launch.recipe import ParallelSection, Recipe
 from flex_trainer.ranks import num_launched
 
@@ -40,7 +41,7 @@ def check_ranks(recipe: Recipe) -> None:
 
     Raises:
         ValueError: pipeline stages, expert groups that do not fit, another number of processes, sharding by both
-            the recipe and the launcher, or FSDP1.
+            the recipe and the launcher, FSDP1, or DeepSpeed's ZeRO-3.
     """
     section = recipe.parallel
     if section.pp > 1:
@@ -49,6 +50,9 @@ def check_ranks(recipe: Recipe) -> None:
             "(flex-trainer plan); set it to 1 to train"
         )
     check_expert_ranks(section.fsdp, section.ep, num_experts=None)
+    deepspeed = launched_deepspeed_problem(recipe.training, section.is_used)
+    if deepspeed is not None:
+        raise UserError(deepspeed)
     _check_launcher(section)
     num_processes = num_launched()
     if section.is_used and num_processes != section.num_ranks:
@@ -123,8 +127,13 @@ def distribute(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedM
     return model
 
 
+def is_launched_for_fsdp() -> bool:
+    """Whether accelerate's launcher was told to shard by FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+
+
 def _check_launcher(section: ParallelSection) -> None:
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("1", "true"):
+    if not is_launched_for_fsdp():
         return
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flex_trainer.launch.accelerate import launch_command, launch_problems, parallel_problems, read_settings
+from flex_trainer.launch.accelerate import fsdp_on_cpu, launch_command, launch_problems, parallel_problems, read_settings
+from flex_trainer.launch.deepspeed import deepspeed_problem
 from flex_trainer.launch.recipe import Recipe
 from flex_trainer.launch.yaml import RecipeError, read_yaml
 
@@ -59,6 +60,8 @@ def file_findings(config: Path | None) -> Iterator[Finding]:
         raise RecipeError(f"accelerate configuration {str(path)!r} does not exist")
     settings = read_yaml(path)
     problems = list(launch_problems(settings))
+    deepspeed = deepspeed_problem(settings, {}, is_sharded=False)
+    problems += [deepspeed] if deepspeed is not None else []
     yield Finding("accelerate", str(path), "info" if problems else "ok")
     for problem in problems:
         yield Finding("", problem, "problem")
@@ -95,6 +98,8 @@ def recipe_findings(recipe: Recipe) -> Iterator[Finding]:
             f"weights over {section.fsdp} ranks, experts over {section.ep}, {section.replicate} "
             f"{'copy' if section.replicate == 1 else 'copies'}; experts get their tokens by {section.dispatch}",
         )
+    if settings.get("distributed_type") == "FSDP" and recipe.training.get("use_cpu") is True:
+        yield Finding("sharding", fsdp_on_cpu("distributed_type: FSDP"), "note")
     yield from _place_findings(settings, uses_cpu=recipe.training.get("use_cpu") is True)
     yield Finding("start", _start(recipe, settings))
 
