@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import comb
 
 from flex_trainer.cost.hardware import Hardware
 from flex_trainer.estimate.mesh import Mesh
@@ -52,7 +53,7 @@ def stage_links(
     Args:
         weights: of the stage.
         routed_layers: layers that have experts.
-        num_rows: rows (token, expert pairs) that a rank routes in a layer.
+        num_rows: rows that a rank sends in a layer, those to itself among them (`sent_rows`).
         row_bytes: bytes of a row: hidden size times bytes of an element.
         hidden_bytes: hidden states of a micro-batch.
     """
@@ -80,6 +81,24 @@ def stage_links(
     return StageLinks(layers, hand_over, replicas)
 
 
-def exchange_bytes(num_rows: int, row_bytes: int, mesh: Mesh, factor: float) -> int:
-    """Buffers of one exchange: the rows that leave, and those that arrive (`factor` times as many)."""
-    return int((1 + factor) * num_rows * row_bytes) if mesh.ep > 1 else 0
+def sent_rows(num_tokens: int, num_chosen: int, num_experts: int, ep: int, dispatch: str) -> int:
+    """Rows that a rank sends in a layer, with balanced routing.
+
+    Args:
+        num_tokens: of the rank.
+        num_chosen: experts per token.
+        dispatch: `flex` sends a token once to each rank that owns any of its experts; `all_to_all` once for each
+            expert.
+    """
+    if dispatch != "flex" or not num_chosen or not num_experts:
+        return num_tokens * num_chosen
+    # The chance that none of a token's experts, all different, is among a rank's own.
+    none = comb(num_experts - num_experts // ep, num_chosen) / comb(num_experts, num_chosen)
+    return round(num_tokens * ep * (1 - none))
+
+
+def exchange_bytes(num_rows: int, row_bytes: int, mesh: Mesh, factor: float, dispatch: str) -> int:
+    """Buffers of one exchange that no operator's own values are: the rows that leave, and, for `all_to_all`, those that
+    arrive (`factor` times as many), which are operators' values under `flex`."""
+    arriving = 0.0 if dispatch == "flex" else factor
+    return int((1 + arriving) * num_rows * row_bytes) if mesh.ep > 1 else 0

@@ -28,6 +28,8 @@ class Settings:
     ep: int
     pp: int
     num_ranks: int | None
+    dispatch: str
+    """How tokens reach the experts of other ranks: flex or all_to_all."""
     precision: Precision
     optim: str
     strategies: tuple[Strategy, ...]
@@ -70,6 +72,7 @@ def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weigh
         ep=recipe.parallel.ep,
         pp=recipe.parallel.pp,
         num_ranks=num_ranks or (recipe.parallel.num_ranks if recipe.parallel.replicate > 1 else None),
+        dispatch=recipe.parallel.dispatch,
         precision=_precision(training, weights_dtype),
         optim=optim,
         strategies=tuple(Strategy(name) for name in recipe.flex.strategies),

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.mesh import Stage
 from flex_trainer.estimate.weights import Weight
+from flex_trainer.experts.fake import FakeEP
 from flex_trainer.launch.build import build_tokenizer, build_without_weights, check_config, model_config
 from flex_trainer.launch.distribute import check_mixed_precision
 from flex_trainer.launch.model_sizes import NUM_CHOSEN_NAMES
@@ -139,16 +140,21 @@ class Skeleton:
         return all("Tensor" in str(kind) and "uple" not in str(kind) for kind in returns)
 
     @contextmanager
-    def as_stage(self, stage: Stage, ep: int = 1) -> Iterator[None]:
+    def as_stage(self, stage: Stage, ep: int = 1, dispatch: str = "flex") -> Iterator[None]:
         """The model with only this stage's layers, three of each kind; embedding, norm and head where it owns them.
 
         A stage without the embedding takes `inputs_embeds`; one without the head gives hidden states as its logits.
-        Of `ep` expert-parallel ranks one has its share of the experts, and gets as many rows as it sends.
+        Of `ep` expert-parallel ranks one has its share of the experts, and gets as many tokens as it sends: by the
+        operators of `experts/dispatch.py` under `flex`, inside the experts' own forward under `all_to_all`.
         """
         kept = {layer for found in self.representatives(stage).values() for layer in found.traced}
         with ExitStack() as stack:
             for module in self._experts if ep > 1 else ():
-                _keep_share(stack, module, ep)
+                num_local_experts = _keep_share(stack, module, ep)
+                if dispatch == "flex":
+                    stack.callback(vars(module).update, dict(vars(module)))
+                    stack.callback(vars(module).clear)
+                    FakeEP(module, ep, num_local_experts)
             for number, layer in enumerate(self.layers):
                 if number not in kept:
                     _replace(stack, self.model, layer.site.name, _StandIn(layer.module))
@@ -210,6 +216,7 @@ def build_skeleton(recipe: Recipe) -> Skeleton:
         config = model_config(recipe)
         dtype = section.dtype if section.dtype not in (None, "auto") else (config.dtype or "float32")
     check_config(recipe, config)
+    config.use_cache = recipe.training.get("use_cache", False)  # as Trainer sets it
     model = build_without_weights(recipe, config, dtype=dtype, **options)
     if recipe.parallel.mixed_precision:
         check_mixed_precision(model)
@@ -239,8 +246,8 @@ def _replace(stack: ExitStack, model: nn.Module, name: str, module: nn.Module) -
     stack.callback(parent._modules.__setitem__, own_name, original)
 
 
-def _keep_share(stack: ExitStack, experts: nn.Module, ep: int) -> None:
-    """Leave an experts block its first 1 / ep of the experts, until the stack is left."""
+def _keep_share(stack: ExitStack, experts: nn.Module, ep: int) -> int:
+    """Leave an experts block its first 1 / ep of the experts, until the stack is left. Returns how many those are."""
     num_experts = max(parameter.shape[0] for parameter in experts.parameters())
     for module in experts.modules():
         for name, parameter in list(module._parameters.items()):
@@ -251,6 +258,7 @@ def _keep_share(stack: ExitStack, experts: nn.Module, ep: int) -> None:
     if getattr(experts, "num_experts", None) == num_experts:
         stack.callback(setattr, experts, "num_experts", num_experts)
         experts.num_experts = num_experts // ep  # type: ignore[assignment]
+    return num_experts // ep
 
 
 def _parameters(module: nn.Module | None) -> Sequence[nn.Parameter]:
