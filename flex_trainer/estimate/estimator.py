@@ -169,7 +169,7 @@ class Estimator:
 
     def _row_bytes(self, settings: Settings) -> int:
         """One token's hidden state as it is sent."""
-        return self.skeleton.hidden_size * _activation_bytes(settings, self._weights[0].element_bytes)
+        return self.skeleton.hidden_size * _activation_bytes(settings, self.skeleton.compute_dtype.itemsize)
 
     def _sent_rows(self, settings: Settings) -> int:
         skeleton, num_tokens = self.skeleton, settings.batch_size * settings.sequence_length

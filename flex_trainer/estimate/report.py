@@ -56,8 +56,7 @@ def estimate_recipe(
         raise UserError("--imbalance needs at least one number, such as 1.0,1.2,2.6")
     check_recipe(recipe)
     skeleton = build_skeleton(recipe)
-    weights_dtype = next(p.dtype for p in skeleton.model.parameters() if p.is_floating_point())
-    settings = settings_of(recipe, hardware, num_ranks, weights_dtype)
+    settings = settings_of(recipe, hardware, num_ranks, skeleton.compute_dtype)
     estimator = Estimator(skeleton, hardware)
     mesh = estimator.mesh(settings)
     rows = []
@@ -79,7 +78,8 @@ def estimate_recipe(
             "num_parameters": skeleton.num_parameters,
             "num_layers": skeleton.num_layers,
             "num_experts": skeleton.num_experts,
-            "weights_dtype": str(weights_dtype).removeprefix("torch."),
+            "weights_dtype": str(skeleton.kept_dtype).removeprefix("torch."),
+            "compute_dtype": str(skeleton.compute_dtype).removeprefix("torch."),
         },
         "hardware": {"name": hardware.name, "title": hardware.title, "memory_bytes": hardware.memory_bytes},
         "mesh": _mesh(mesh),

@@ -51,10 +51,14 @@ class Skeleton:
 
     Args:
         model: any; used as it is on the meta device, and put back after each `as_stage`.
+        kept_dtype: in which weights are kept, where that is another type than they are computed with.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kept_dtype: torch.dtype | None = None) -> None:
         self.model = model
+        self._kept_bytes = None if kept_dtype is None else kept_dtype.itemsize
+        self.compute_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self.kept_dtype = kept_dtype or self.compute_dtype
         self.map = discover(model)
         names = {module: name for name, module in model.named_modules()}
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
@@ -106,7 +110,8 @@ class Skeleton:
         return [
             Weight(
                 shape=tuple(parameter.shape),
-                element_bytes=parameter.element_size(),
+                element_bytes=self._kept_bytes or parameter.element_size(),
+                compute_element_bytes=parameter.element_size(),
                 is_expert=id(parameter) in experts,
                 is_trainable=parameter.requires_grad,
                 layer=layer_of.get(id(parameter), -1),
@@ -217,10 +222,14 @@ def build_skeleton(recipe: Recipe) -> Skeleton:
         dtype = section.dtype if section.dtype not in (None, "auto") else (config.dtype or "float32")
     check_config(recipe, config)
     config.use_cache = recipe.training.get("use_cache", False)  # as Trainer sets it
-    model = build_without_weights(recipe, config, dtype=dtype, **options)
-    if recipe.parallel.mixed_precision:
-        check_mixed_precision(model)
-    return Skeleton(model.train())
+    model = build_without_weights(recipe, config, dtype=dtype, **options).train()
+    if not recipe.parallel.mixed_precision:
+        return Skeleton(model)
+    check_mixed_precision(model)
+    kept_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    for parameter in model.parameters():  # buffers stay as they are, as under FSDP
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return Skeleton(model, kept_dtype)
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:

@@ -61,11 +61,6 @@ def check_ranks(recipe: Recipe) -> None:
             f"{_running(num_processes)}; change the sizes, or start {section.num_ranks}: "
             f"{launch_command(recipe)}"
         )
-    if section.mixed_precision and not section.is_used:
-        raise UserError(
-            "parallel: mixed_precision=true has no effect where nothing is sharded; use training.bf16: true, or set "
-            "parallel.fsdp"
-        )
 
 
 def check_model(section: ParallelSection, config: PreTrainedConfig) -> None:
@@ -74,6 +69,11 @@ def check_model(section: ParallelSection, config: PreTrainedConfig) -> None:
     Raises:
         ValueError: no plan for its experts or for FSDP, or a number of experts that ep does not divide.
     """
+    if section.mixed_precision and not section.is_used:
+        raise UserError(
+            "parallel: mixed_precision=true has no effect where nothing is sharded; use training.bf16: true, or set "
+            "parallel.fsdp"
+        )
     if not section.is_used:
         return
     text_config: Any = config.get_text_config()

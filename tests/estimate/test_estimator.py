@@ -147,17 +147,9 @@ def test_gradients_are_those_that_the_runtime_counts(
     assert {layer: size for layer, size in expected.temporary.items() if size} == weights.gradients.temporary
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.per_device_train_batch_size=0", "training.per_device_train_batch_size: 0 must be a whole number"),
-        ("training.gradient_accumulation_steps=two", "must be a whole number of at least 1"),
-        ("training.optim=adam", "what it keeps per parameter is not known"),
-    ],
-)
-def test_settings_that_cannot_be(override: str, message: str, tmp_path: Path) -> None:
-    recipe = load_recipe(write_recipe(tmp_path), [override])
-    with pytest.raises(ValueError, match=message):
+def test_an_optimizer_that_is_not_known(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path), ["training.optim=adam"])
+    with pytest.raises(ValueError, match="what it keeps per parameter is not known"):
         settings_of(recipe, DEVICE, None, torch.float32)
 
 
