@@ -94,6 +94,7 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
+
 def weight_conversions(model: PreTrainedModel) -> list[Any]:
     """The rules by which names and shapes in files become those of the model."""
     return get_model_conversion_mapping(model)

@@ -52,6 +52,22 @@ def check_writable(path: Path, what: str = "the file") -> None:
         raise _cannot_be_written(path, what, error) from error
 
 
+def check_can_be_made(path: Path, what: str = "the file") -> None:
+    """As `check_writable`, but nothing is made, not even for a moment below a directory that is not there yet.
+
+    Raises:
+        ValueError: `write_whole` will not be able to write to `path`.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        there = next(parent for parent in path.absolute().parents if parent.exists())
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".flex.", suffix=".part"):
+            pass
+    except OSError as error:
+        raise _cannot_be_written(path, what, error) from error
+
+
 def _cannot_be_written(path: Path, what: str, error: OSError) -> UserError:
     return UserError(
         f"{what} cannot be written to {str(path)!r}: {error.strerror or error}; "

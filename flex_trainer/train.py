@@ -21,11 +21,22 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.data.collate import CausalCollator
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.errors import UserError, user_mistakes_as_one_line
-from flex_trainer.launch.accelerate import accelerate_settings, launch_command
-from flex_trainer.launch.build import build_data, build_model, build_tokenizer, check_recipe, training_arguments
-from flex_trainer.launch.distribute import check_ranks
+from flex_trainer.launch.accelerate import accelerate_settings, fsdp_on_cpu, launch_command
+from flex_trainer.launch.build import (
+    build_data,
+    build_model,
+    build_tokenizer,
+    check_config,
+    check_output_writable,
+    check_recipe,
+    model_config,
+    training_arguments,
+)
+from flex_trainer.launch.distribute import check_ranks, is_launched_for_fsdp
 from flex_trainer.launch.failing_rank import flush_at_failure, ranks_fail_together, tell_end, watch
 from flex_trainer.launch.recipe import Recipe, load_recipe
+from flex_trainer.launch.stopping import not_stopped_again, stop_as_exit_code, terminated_as_exception
+from flex_trainer.launch.training_fields import check_trackers_installed
 from flex_trainer.launch.yaml import RecipeError
 from flex_trainer.memory.enforce import enforce_process_limit
 from flex_trainer.memory.meter import limit_bytes, meter_for
@@ -35,12 +46,18 @@ from flex_trainer.trainer import FlexTrainer
 from flex_trainer.units import format_bytes
 
 _WANDB_HOST = "api.wandb.ai"
+_WANDB_HOMES = {
+    "WANDB_DATA_DIR": Path("~/.local/share/wandb"),
+    "WANDB_CACHE_DIR": Path("~/.cache/wandb"),
+    "WANDB_CONFIG_DIR": Path("~/.config/wandb"),
+}
+"""What wandb keeps in the home directory, which a cluster may not let one write to."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the recipe named by the first argument, changed by the others; a user's mistake ends with exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with user_mistakes_as_one_line(), ranks_fail_together():
+    with stop_as_exit_code(), user_mistakes_as_one_line(), ranks_fail_together():
         if not arguments or arguments[0].startswith("-"):
             raise UserError("usage: python -m flex_trainer.train RECIPE [section.key=value ...]")
         run(load_recipe(arguments[0], arguments[1:]))
@@ -50,8 +67,9 @@ def run(recipe: Recipe) -> FlexTrainer:
     """Train as `recipe` says; print a summary and write the report on the main process.
 
     Raises:
-        RecipeError: something in the recipe that cannot be.
-        ValueError: a limit that cannot be met, data that yields nothing, a report that cannot be written.
+        RecipeError: something in the recipe that cannot be, an output directory or a report that cannot be written.
+        ValueError: a limit that cannot be met, data that yields nothing.
+        KeyboardInterrupt: training was stopped, by Ctrl-C or (Terminated) by SIGTERM; summary and report are there.
     """
     console = Console()
     # Step 1: check all that can be checked before anything is loaded.
@@ -60,6 +78,11 @@ def run(recipe: Recipe) -> FlexTrainer:
     _check_ranks(recipe)
     _note_processes(recipe, console)
     _hide_gpus(recipe)
+    if launched_rank() == 0:
+        check_output_writable(recipe)
+    check_trackers_installed(recipe)
+    if recipe.model.architecture is None:
+        check_config(recipe, model_config(recipe))
     args = training_arguments(recipe)
     watch()
     _prepare_wandb(args, console)
@@ -74,11 +97,18 @@ def run(recipe: Recipe) -> FlexTrainer:
         flex = replace(flex, memory_limit=_enforce_limit(recipe, args, console))
     trainer = _make_trainer(flex, args, tokenizer, model, train_dataset, eval_dataset)
     flush_at_failure(lambda exit_code: _flush_trackers(trainer, exit_code))
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        with terminated_as_exception():
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except KeyboardInterrupt:
+        if trainer.is_world_process_zero():
+            _report_so_far(recipe, trainer, console)
+        raise
     tell_end()  # a rank that has more to train would not be in what comes next
     # Step 4: say what happened.
     ranks = gather_ranks(trainer.flex)
     if trainer.is_world_process_zero():
+        _finish_wandb(trainer, console)
         _report(recipe, trainer, ranks, console)
     return trainer
 
@@ -139,7 +169,10 @@ def _hide_gpus(recipe: Recipe) -> None:
 
 
 def _note_processes(recipe: Recipe, console: Console) -> None:
-    """Say when the launch settings ask for more processes than there are; the run is the same, only narrower."""
+    """Say when the launch settings ask for more processes than there are (the run is the same, only narrower), and when
+    they ask for sharding that there will not be."""
+    if is_launched_for_fsdp() and recipe.training.get("use_cpu") and launched_rank() == 0:
+        console.print(fsdp_on_cpu("The launch for FSDP"), style="yellow", highlight=False, soft_wrap=True)
     wanted = accelerate_settings(recipe).get("num_processes", 1)
     running = num_launched()
     if not recipe.parallel.is_used and wanted != running and launched_rank() == 0:
@@ -156,9 +189,13 @@ def _prepare_wandb(args: TrainingArguments, console: Console) -> None:
     """Keep the W&B run beside the other output, and offline where nobody has logged in."""
     if "wandb" not in (args.report_to or []) or args.process_index != 0:
         return
+    output_dir = Path(args.output_dir or ".")
     if "WANDB_DIR" not in os.environ:
-        Path(args.output_dir or ".").mkdir(parents=True, exist_ok=True)
-        os.environ["WANDB_DIR"] = str(args.output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        os.environ["WANDB_DIR"] = str(output_dir)
+    for variable, below_home in _WANDB_HOMES.items():
+        if variable not in os.environ and not _can_be_made(below_home):
+            os.environ[variable] = str(output_dir / "wandb" / below_home.parent.name.lstrip("."))
     if "WANDB_MODE" not in os.environ and not _has_wandb_key():
         os.environ["WANDB_MODE"] = "offline"
         console.print(
@@ -166,10 +203,19 @@ def _prepare_wandb(args: TrainingArguments, console: Console) -> None:
         )
 
 
+def _can_be_made(directory: Path) -> bool:
+    try:
+        expanded = directory.expanduser()
+        expanded.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # the second where there is no home at all
+        return False
+    return os.access(expanded, os.W_OK)
+
+
 def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     if not path.is_file():
         return False
     try:
@@ -205,14 +251,27 @@ def _enforce_limit(recipe: Recipe, args: TrainingArguments, console: Console) ->
     return enforced_bytes
 
 
-def _report(recipe: Recipe, trainer: FlexTrainer, ranks: list[RankSummary], console: Console) -> None:
+def _report_so_far(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:
+    """Of a run that was stopped. What other ranks did is not known: they may not be able to answer any more."""
+    state = trainer.state
+    whose = " The summary is of rank 0 alone." if trainer.args.world_size > 1 else ""
+    console.print(f"Stopped after {state.global_step} of {state.max_steps} steps.{whose}", highlight=False)
+    with not_stopped_again():
+        _report(recipe, trainer, [], console)
+    _finish_wandb(trainer, console, exit_code=1)
+
+
+def _finish_wandb(trainer: FlexTrainer, console: Console, exit_code: int = 0) -> None:
     if "wandb" in (trainer.args.report_to or []):
         import wandb
 
         if wandb.run is not None:
             run_dir = Path(wandb.run.dir).parent
-            wandb.finish()
+            wandb.finish(exit_code=exit_code)
             console.print(f"W&B run: {run_dir}", highlight=False, soft_wrap=True)
+
+
+def _report(recipe: Recipe, trainer: FlexTrainer, ranks: list[RankSummary], console: Console) -> None:
     if recipe.report.html is not None:
         path = trainer.flex.report(recipe.output_dir / recipe.report.html, ranks)
         console.print(f"Report: {path}", highlight=False, soft_wrap=True)

@@ -57,19 +57,27 @@ class FlexTrainerMixin(CheckpointMixin):
         try:
             result = super().train(*args, **kwargs)
         except BaseException as error:
-            try:
-                self._plugin.detach()
-            except Exception as also:  # must not hide why training ended
-                error.add_note(f"Besides, detaching failed: {also!r}")
+            self._detach_after(error)
             raise
         self._plugin.detach()
         return result
+
+    def _detach_after(self, error: BaseException) -> None:
+        try:
+            self._plugin.detach()
+        except Exception as also:  # must not hide why training ended
+            error.add_note(f"Besides, detaching failed: {also!r}")
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._plugin.is_attached:
             self._plugin.attach(self.accelerator, model)
         self.flex.step = self.state.global_step
-        return self._plugin.run(super().training_step, model, *args, **kwargs)
+        try:
+            return self._plugin.run(super().training_step, model, *args, **kwargs)
+        except RuntimeError as error:
+            if self.args.auto_find_batch_size:  # accelerate's search may begin again, and prepares the model anew
+                self._detach_after(error)
+            raise
 
     def _save_own_state(self, directory: Path) -> None:
         self.flex.save_planner(directory / PLANNER_FILE.format(rank=self.args.process_index))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flex_trainer import FlexConfig, FlexTrainer
-from flex_trainer.testing.tiny import tiny_model
+from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from flex_trainer.trainer import _refuse_arguments
 from tests.fake_meter import BASE_BYTES
 from tests.trainer_runs import LIMIT_BYTES, collate_for, make
@@ -88,4 +88,35 @@ def test_model_without_decoder_layers(tmp_path: Path) -> None:
     options = {"model": Flat(), "data_collator": lambda samples: {"x": torch.ones(2, 4)}}
     trainer = make(tmp_path, FlexConfig(LIMIT_BYTES), options=options)
     with pytest.raises(ValueError, match=r"Flat has no decoder layers: .*use transformers' Trainer"):
+        trainer.train()
+
+
+def test_the_search_for_a_batch_size_goes_on_where_memory_runs_out(tmp_path: Path) -> None:
+    """As Trainer's does; what follows equals a run that has that batch size from the start."""
+    model = tiny_model("mixtral")
+
+    def collate(samples: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        return tiny_batch(model, len(samples), 64, seed=samples[0]["number"])
+
+    def losses(trainer: FlexTrainer) -> list[float]:
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    flex, options = FlexConfig(BASE_BYTES + 4_000_000, strategies=("recompute",)), {"data_collator": collate}
+    sizes = {"max_steps": 2, "seed": 0}
+    found = make(
+        tmp_path, flex, options=options, auto_find_batch_size=True, per_device_train_batch_size=20, **sizes
+    )  # 20 x 64 tokens never fit
+    found_losses = losses(found)
+    size = found.state.train_batch_size
+    assert size is not None and 1 < size < 20
+    assert {record.num_tokens for record in found.flex.records} == {64 * size}
+    assert not found.flex.is_attached
+    direct = make(tmp_path, flex, options=options, per_device_train_batch_size=size, **sizes)
+    assert losses(direct) == found_losses
+
+
+def test_a_limit_that_no_batch_size_meets_ends_the_search_at_once(tmp_path: Path) -> None:
+    trainer = make(tmp_path, FlexConfig("50MiB"), fake=False, auto_find_batch_size=True)
+    with pytest.raises(ValueError, match="in use before the first micro-batch"):
         trainer.train()

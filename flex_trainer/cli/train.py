@@ -24,6 +24,8 @@ def train(
     # The recipe is read first: a mistake in it is told before torch and transformers take seconds to import.
     loaded = load_recipe(recipe, overrides or ())
 
+    from flex_trainer.launch.stopping import stop_as_exit_code
     from flex_trainer.train import run
 
-    run(loaded)
+    with stop_as_exit_code():
+        run(loaded)

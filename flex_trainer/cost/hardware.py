@@ -124,17 +124,18 @@ def knee_bytes(roofline: Roofline) -> float:
     return roofline.overhead_seconds * roofline.bytes_per_second
 
 
-_GB, _TB, _TERA = 10**9, 10**12, 10**12
+_GB, _TB, _TERA, _GIB = 10**9, 10**12, 10**12, 2**30
 
 # Links of a device are printed as the sum of both directions by NVIDIA and AMD (NVLink, Infinity Fabric, PCIe); half of
-# it is what one direction carries. Memory is taken as printed, in units of 10^9 bytes; devices report a little more.
+# it is what one direction carries. Memory is what torch reports (`total_memory`): a printed GB of it is nearly a GiB, less
+# what the device keeps for itself. For the card of the paper, which cannot be asked, it is as printed, in GiB.
 _TABLE = (
     Hardware(
         name="h100",
         title="NVIDIA H100 SXM 80 GB",
         # NVIDIA H100 data sheet (SXM): 80 GB, 3.35 TB/s; bfloat16 1,979, TF32 989, FP8 3,958 TFLOPS with sparsity, half
         # of that dense; FP32 67 TFLOPS; NVLink 900 GB/s, PCIe Gen5 128 GB/s, both directions together.
-        memory_bytes=80 * _GB,
+        memory_bytes=int(79.1 * _GIB),
         peak_flops={"bfloat16": 989.5 * _TERA, "tf32": 494.5 * _TERA, "float32": 67 * _TERA, "float8": 1979 * _TERA},
         memory_bytes_per_second=3.35 * _TB,
         host_link_bytes_per_second=64 * _GB,
@@ -145,7 +146,7 @@ _TABLE = (
         name="h200",
         title="NVIDIA H200 SXM 141 GB",
         # NVIDIA H200 data sheet (SXM): 141 GB, 4.8 TB/s; arithmetic and links as H100.
-        memory_bytes=141 * _GB,
+        memory_bytes=int(139.7 * _GIB),
         peak_flops={"bfloat16": 989.5 * _TERA, "tf32": 494.5 * _TERA, "float32": 67 * _TERA, "float8": 1979 * _TERA},
         memory_bytes_per_second=4.8 * _TB,
         host_link_bytes_per_second=64 * _GB,
@@ -157,7 +158,7 @@ _TABLE = (
         title="NVIDIA B200 SXM 180 GB",
         # NVIDIA DGX B200 and HGX B200 data sheets, an eighth of the eight-GPU figures: 1,440 GB, 64 TB/s; bfloat16 36,
         # TF32 18, FP8 72 PFLOPS with sparsity, half of that dense; FP32 600 TFLOPS; NVLink 14.4 TB/s both directions.
-        memory_bytes=180 * _GB,
+        memory_bytes=int(178.3 * _GIB),
         peak_flops={"bfloat16": 2250 * _TERA, "tf32": 1125 * _TERA, "float32": 75 * _TERA, "float8": 4500 * _TERA},
         memory_bytes_per_second=8 * _TB,
         host_link_bytes_per_second=64 * _GB,  # PCIe Gen5
@@ -169,7 +170,7 @@ _TABLE = (
         title="NVIDIA A100 SXM 80 GB",
         # NVIDIA A100 data sheet (80GB SXM): 80 GB, 2,039 GB/s; bfloat16 312, TF32 156, FP32 19.5 TFLOPS, all dense;
         # NVLink 600 GB/s, PCIe Gen4 64 GB/s, both directions together. It has no 8-bit floating point.
-        memory_bytes=80 * _GB,
+        memory_bytes=int(79.1 * _GIB),
         peak_flops={"bfloat16": 312 * _TERA, "tf32": 156 * _TERA, "float32": 19.5 * _TERA},
         memory_bytes_per_second=2.039 * _TB,
         host_link_bytes_per_second=32 * _GB,
@@ -181,7 +182,7 @@ _TABLE = (
         title="AMD Instinct MI300X 192 GB",
         # AMD Instinct MI300X data sheet: 192 GB, 5.3 TB/s; bfloat16 1,307.4, TF32 653.7, FP32 163.4, FP8 2,614.9
         # TFLOPS, all dense; seven Infinity Fabric links of 128 GB/s and PCIe Gen5 128 GB/s, both directions together.
-        memory_bytes=192 * _GB,
+        memory_bytes=int(191.9 * _GIB),
         peak_flops={
             "bfloat16": 1307.4 * _TERA,
             "tf32": 653.7 * _TERA,
@@ -200,7 +201,7 @@ _TABLE = (
         # 400 Gb/s out of it; Figure 6: 96 MB to the host in 2.0 ms, which is 48 GB/s. Not in the paper, assumed here:
         # memory bandwidth (that of AMD's MI210 data sheet, another card with 64 GB), TF32 and float32 (a half and an
         # eighth of bfloat16).
-        memory_bytes=64 * _GB,
+        memory_bytes=64 * _GIB,
         peak_flops={"bfloat16": 480 * _TERA, "tf32": 240 * _TERA, "float32": 60 * _TERA},
         memory_bytes_per_second=1.6 * _TB,
         host_link_bytes_per_second=48 * _GB / 0.8,  # measured there, so before the share that is attainable

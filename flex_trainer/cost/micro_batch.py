@@ -51,9 +51,13 @@ class MicroBatchModel:
         """Under strategies by site name (absent: keep)."""
         return self._profiled([self._cost(number, strategies) for number in range(len(self._graph.segments))])
 
-    def under_full_checkpointing(self) -> Profiled:
+    def under_full_checkpointing(self, forward_seconds: Sequence[float]) -> Profiled:
         """Every decoder layer a checkpoint, as `gradient_checkpointing` makes it: its input is kept, and all of it runs
-        again in backward, routing included. What lies outside of the layers is kept."""
+        again in backward, routing included. What lies outside of the layers is kept.
+
+        Args:
+            forward_seconds: of each segment, all that is in it and what it waits for other ranks.
+        """
         costs = []
         for number, segment in enumerate(self._graph.segments):
             kept = self._cost(number, {})
@@ -64,7 +68,7 @@ class MicroBatchModel:
             costs.append(
                 SegmentCost(
                     held_bytes=whole.output_bytes,
-                    added_seconds=self._rates.replay_overhead_seconds + whole.seconds,
+                    added_seconds=self._rates.replay_overhead_seconds + forward_seconds[number],
                     backward_bytes=kept.held_bytes - whole.output_bytes + kept.backward_bytes,
                     forward_bytes=kept.forward_bytes,
                     shared=frozenset(value for operator in segment.operators for value in operator.shared_inputs),

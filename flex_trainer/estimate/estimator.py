@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flex_trainer.cost.hardware import Hardware
 from flex_trainer.cost.iteration import IterationCost, iteration_cost
 from flex_trainer.cost.schedules import one_forward_one_backward
-from flex_trainer.estimate.links import exchange_bytes, stage_links
+from flex_trainer.estimate.links import exchange_bytes, sent_rows, stage_links
 from flex_trainer.estimate.mesh import Mesh, Stage, cut_into_stages, make_mesh
 from flex_trainer.estimate.optimizers import optimizer
 from flex_trainer.estimate.rank import PLAN, Rank, RankParts, StageOutcome
@@ -107,10 +107,20 @@ class Estimator:
         """The stage's micro-batch with balanced routing; stages with the same kinds of layers share one trace."""
         kinds = tuple(self.skeleton.kinds[layer] for layer in traced_layers(self.skeleton, stage))
         shape = settings.batch_size, settings.sequence_length
-        key = (kinds, stage.has_embedding, stage.has_head, shape, settings.precision, settings.ep)
+        key = (kinds, stage.has_embedding, stage.has_head, shape, settings.precision, settings.ep, settings.dispatch)
         traced = self._traced.get(key)
         if traced is None:
-            traced = trace_stage(self.skeleton, stage, *shape, settings.precision, self.hardware, settings.ep)
+            exchange_seconds = self._exchange_seconds(settings)
+            traced = trace_stage(
+                self.skeleton,
+                stage,
+                *shape,
+                settings.precision,
+                self.hardware,
+                settings.ep,
+                settings.dispatch,
+                exchange_seconds,
+            )
             self._traced[key] = traced
         return expand(self.skeleton, stage, traced)
 
@@ -141,18 +151,34 @@ class Estimator:
 
     def _parts(self, stage: Stage, settings: Settings, mesh: Mesh, factor: float) -> RankParts:
         graph = self.stage_graph(settings, stage)
-        row_bytes = self.skeleton.hidden_size * _activation_bytes(settings, self._weights[0].element_bytes)
+        row_bytes, num_rows = self._row_bytes(settings), self._sent_rows(settings)
         links = stage_links(
             of_stage(self._weights, stage),
             mesh,
             self.hardware,
             graph.routed_layers,
-            num_rows=graph.num_routed_pairs,
+            num_rows=num_rows,
             row_bytes=row_bytes,
             hidden_bytes=settings.batch_size * settings.sequence_length * row_bytes,
         )
-        buffers = exchange_bytes(graph.num_routed_pairs, row_bytes, mesh, factor)
-        return RankParts(stage, graph, self.weights_of(stage, mesh, settings), links, buffers)
+        buffers = exchange_bytes(num_rows, row_bytes, mesh, factor, settings.dispatch)
+        most_rows = settings.batch_size * settings.sequence_length * min(settings.ep, self.skeleton.num_chosen_experts)
+        is_spread = settings.ep > 1 and settings.dispatch == "flex" and most_rows > 0
+        row_share = num_rows / most_rows if is_spread else 1.0
+        return RankParts(stage, graph, self.weights_of(stage, mesh, settings), links, buffers, row_share)
+
+    def _row_bytes(self, settings: Settings) -> int:
+        """One token's hidden state as it is sent."""
+        return self.skeleton.hidden_size * _activation_bytes(settings, self.skeleton.compute_dtype.itemsize)
+
+    def _sent_rows(self, settings: Settings) -> int:
+        skeleton, num_tokens = self.skeleton, settings.batch_size * settings.sequence_length
+        return sent_rows(num_tokens, skeleton.num_chosen_experts, skeleton.num_experts, settings.ep, settings.dispatch)
+
+    def _exchange_seconds(self, settings: Settings) -> float:
+        """One way, of one layer, with balanced routing."""
+        num_bytes = self._sent_rows(settings) * self._row_bytes(settings)
+        return self.hardware.all_to_all_seconds(num_bytes, settings.ep, self.hardware.devices_per_node)
 
 
 def _step_traffic(weights: RankWeights) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flex_trainer.cost.graph import ActivationGraph, Operator
+from flex_trainer.cost.graph import ActivationGraph, Operator, Segment
 from flex_trainer.cost.hardware import Hardware
 from flex_trainer.cost.iteration import MicroBatchCost, RankBase, RankPeak, rank_peak
 from flex_trainer.cost.micro_batch import MicroBatchModel, Profiled
@@ -18,8 +18,10 @@ from flex_trainer.estimate.weights import RankWeights
 from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
 from flex_trainer.provision.policy import fill
-from flex_trainer.strategy import Strategy
+from flex_trainer.strategy import EP_COMBINE, EP_DISPATCH, Strategy
 
+_EXCHANGES, _EXPERTS = (EP_DISPATCH, EP_COMBINE), ("expert",)
+"""Kinds of operators that have the buffers of an exchange in forward."""
 _SEARCH_STEPS = 6
 """Most plans that are tried to fill the limit with several micro-batches in flight."""
 _FULL_SHARE = 0.99
@@ -62,6 +64,8 @@ class RankParts:
     weights: RankWeights
     links: StageLinks
     exchange_bytes: int
+    row_share: float = 1.0
+    """Rows that a balanced rank sends over the most it could."""
 
 
 class Rank:
@@ -82,7 +86,7 @@ class Rank:
         self._factor = factor
         self._schedule = schedule
         self._limit_bytes = limit_bytes
-        self._graph = _with_buffers(parts.graph.with_imbalance(factor), parts)
+        self._graph = _with_buffers(parts.graph.with_imbalance(factor, parts.row_share), parts)
         self._seconds = parts.graph.seconds
         self._rates = hardware.rates(settings.in_flight_bytes)
         self._gradients = self.weights.gradients
@@ -94,9 +98,11 @@ class Rank:
     def outcome(self, way: str) -> StageOutcome:
         """Memory and time under one of the `WAYS`."""
         strategies = self._strategies(way)
-        is_checkpointed = way == CHECKPOINT
-        profiled = self._model.under_full_checkpointing() if is_checkpointed else self._model.under(strategies)
-        cost = self._with_times(profiled, routes_again=is_checkpointed)
+        if way == CHECKPOINT:
+            profiled = self._model.under_full_checkpointing([forward for forward, _ in self._times()])
+        else:
+            profiled = self._model.under(strategies)
+        cost = self._with_times(profiled)
         peak = self._peak(cost)
         weights = self.weights
         step_bytes = (
@@ -177,18 +183,28 @@ class Rank:
 
     # Times
 
-    def _with_times(self, profiled: Profiled, routes_again: bool) -> MicroBatchCost:
-        forward = backward = self._links.hand_over_seconds if len(self._schedule) > 1 else 0.0
-        for segment, seconds, cost in zip(self._graph.segments, self._seconds, profiled.segments, strict=True):
-            links = self._links.layers.get(segment.layer, LayerLinks())
+    def _times(self) -> list[tuple[float, float]]:
+        """Forward and backward of every segment with nothing mitigated: computing, and the experts' exchange, which
+        nothing hides."""
+        times = []
+        for segment, seconds in zip(self._graph.segments, self._seconds, strict=True):
             # The rank that gets most rows also waits longest for them.
-            exchange = links.exchange_seconds * max(self._factor, 1.0)
+            exchange = self._links_of(segment).exchange_seconds * max(self._factor, 1.0)
+            times.append((seconds.forward_at(self._factor) + exchange, seconds.backward_at(self._factor) + exchange))
+        return times
+
+    def _with_times(self, profiled: Profiled) -> MicroBatchCost:
+        forward = backward = self._links.hand_over_seconds if len(self._schedule) > 1 else 0.0
+        parts = zip(self._graph.segments, self._times(), profiled.segments, strict=True)
+        for segment, (forward_seconds, backward_seconds), cost in parts:
+            links = self._links_of(segment)
             reduce = links.reduce_seconds if self.weights.are_gradients_sharded else 0.0
-            again = exchange if routes_again and segment.layer >= 0 else 0.0
-            forward += max(seconds.forward_at(self._factor) + exchange, links.gather_seconds)
-            computing = seconds.backward_at(self._factor) + cost.added_seconds + exchange + again
-            backward += max(computing, links.gather_seconds + reduce)
+            forward += max(forward_seconds, links.gather_seconds)
+            backward += max(backward_seconds + cost.added_seconds, links.gather_seconds + reduce)
         return replace(profiled.cost, forward_seconds=forward, backward_seconds=backward)
+
+    def _links_of(self, segment: Segment) -> LayerLinks:
+        return self._links.layers.get(segment.layer, LayerLinks())
 
 
 def _with_buffers(graph: ActivationGraph, parts: RankParts) -> ActivationGraph:
@@ -198,8 +214,10 @@ def _with_buffers(graph: ActivationGraph, parts: RankParts) -> ActivationGraph:
     for segment in graph.segments:
         exchange_bytes = parts.exchange_bytes if segment.layer in parts.graph.routed_layers else 0
         backward_bytes = parts.weights.reduction_bytes.get(segment.layer, 0) + exchange_bytes
+        has_dispatch = any(operator.site.kind in _EXCHANGES for operator in segment.operators)
+        kinds = _EXCHANGES if has_dispatch else _EXPERTS
         operators = tuple(
-            _with_more(operator, exchange_bytes if operator.site.kind.startswith("expert") else 0, backward_bytes)
+            _with_more(operator, exchange_bytes if operator.site.kind.startswith(kinds) else 0, backward_bytes)
             for operator in segment.operators
         )
         segments.append(replace(segment, operators=operators))

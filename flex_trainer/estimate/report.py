@@ -15,6 +15,7 @@ from flex_trainer.estimate.rank import PLAN, WAYS, StageOutcome
 from flex_trainer.estimate.settings import Settings, settings_of
 from flex_trainer.estimate.skeleton import build_skeleton
 from flex_trainer.estimate.stage import held_by_kind
+from flex_trainer.launch.build import check_recipe
 from flex_trainer.launch.recipe import Recipe
 
 IMBALANCES = (1.0, 1.2, 2.6)
@@ -53,9 +54,9 @@ def estimate_recipe(
             raise UserError(f"--imbalance {imbalance:g} must be at least 1: no rank can be busier than the busiest one")
     if not imbalances:
         raise UserError("--imbalance needs at least one number, such as 1.0,1.2,2.6")
+    check_recipe(recipe)
     skeleton = build_skeleton(recipe)
-    weights_dtype = next(p.dtype for p in skeleton.model.parameters() if p.is_floating_point())
-    settings = settings_of(recipe, hardware, num_ranks, weights_dtype)
+    settings = settings_of(recipe, hardware, num_ranks, skeleton.compute_dtype)
     estimator = Estimator(skeleton, hardware)
     mesh = estimator.mesh(settings)
     rows = []
@@ -77,7 +78,8 @@ def estimate_recipe(
             "num_parameters": skeleton.num_parameters,
             "num_layers": skeleton.num_layers,
             "num_experts": skeleton.num_experts,
-            "weights_dtype": str(weights_dtype).removeprefix("torch."),
+            "weights_dtype": str(skeleton.kept_dtype).removeprefix("torch."),
+            "compute_dtype": str(skeleton.compute_dtype).removeprefix("torch."),
         },
         "hardware": {"name": hardware.name, "title": hardware.title, "memory_bytes": hardware.memory_bytes},
         "mesh": _mesh(mesh),

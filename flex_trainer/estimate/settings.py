@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from flex_trainer.estimate.optimizers import DEFAULT, optimizer
 from flex_trainer.estimate.stage import Precision
 from flex_trainer.launch.recipe import Recipe
 from flex_trainer.strategy import Strategy
+from flex_trainer.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Settings:
     ep: int
     pp: int
     num_ranks: int | None
+    dispatch: str
+    """How tokens reach the experts of other ranks: flex or all_to_all."""
     precision: Precision
     optim: str
     strategies: tuple[Strategy, ...]
@@ -44,33 +48,39 @@ class Settings:
         return in_flight_bound_bytes(self.limit_bytes)
 
 
-def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weights_dtype: torch.dtype) -> Settings:
-    """Read a recipe's sections.
+def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, compute_dtype: torch.dtype) -> Settings:
+    """Read a checked recipe's sections.
 
     Args:
         num_ranks: ranks in all; None: replicate x fsdp x pp.
-        weights_dtype: of the model's parameters.
+        compute_dtype: of the model's weights where they are used.
 
     Raises:
-        ValueError: a size that is no positive number, an optimizer whose state is not known.
+        ValueError: a limit above the device's memory, an optimizer whose state is not known.
     """
-    training = recipe.training
+    training: dict[str, Any] = recipe.training
     optim = str(training.get("optim", DEFAULT))
     optimizer(optim)
     if num_ranks is not None and num_ranks < 1:
         raise UserError(f"--ranks {num_ranks} must be at least 1")
     limit_bytes = recipe.flex.limit_bytes(hardware.memory_bytes, int(AUTO_LIMIT_SHARE * hardware.memory_bytes))
+    if limit_bytes > hardware.memory_bytes:
+        raise UserError(
+            f"flex.memory_limit={recipe.flex.memory_limit!r} is {format_bytes(limit_bytes)}, more than the "
+            f"{format_bytes(hardware.memory_bytes)} of {hardware.title}; lower it, or choose another --hardware"
+        )
     reserve = recipe.flex.transient_reserve
     reserve_bytes = int(AUTO_RESERVE_SHARE * limit_bytes) if reserve == "auto" else amount_bytes(reserve, limit_bytes)
     return Settings(
-        batch_size=_positive(training, "per_device_train_batch_size", 8),
+        batch_size=training.get("per_device_train_batch_size", 8),
         sequence_length=recipe.data.sequence_length,
-        num_micro_batches=_positive(training, "gradient_accumulation_steps", 1),
+        num_micro_batches=training.get("gradient_accumulation_steps", 1),
         fsdp=recipe.parallel.fsdp,
         ep=recipe.parallel.ep,
         pp=recipe.parallel.pp,
         num_ranks=num_ranks or (recipe.parallel.num_ranks if recipe.parallel.replicate > 1 else None),
-        precision=_precision(training, weights_dtype),
+        dispatch=recipe.parallel.dispatch,
+        precision=_precision(training, compute_dtype),
         optim=optim,
         strategies=tuple(Strategy(name) for name in recipe.flex.strategies),
         method="optimal" if recipe.flex.planner == "auto" else recipe.flex.planner,
@@ -79,15 +89,8 @@ def settings_of(recipe: Recipe, hardware: Hardware, num_ranks: int | None, weigh
     )
 
 
-def _precision(training: dict[str, object], weights_dtype: torch.dtype) -> Precision:
+def _precision(training: dict[str, object], compute_dtype: torch.dtype) -> Precision:
     autocast = torch.bfloat16 if training.get("bf16") else torch.float16 if training.get("fp16") else None
-    if autocast is not None or weights_dtype in (torch.bfloat16, torch.float16):
+    if autocast is not None or compute_dtype in (torch.bfloat16, torch.float16):
         return Precision(autocast, "bfloat16")  # float16 runs as fast
     return Precision(None, "tf32" if training.get("tf32") else "float32")
-
-
-def _positive(training: dict[str, object], name: str, default: int) -> int:
-    value = training.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"training.{name}: {value!r} must be a whole number of at least 1")
-    return value

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flex_trainer.errors import UserError
 from flex_trainer.estimate.mesh import Stage
 from flex_trainer.estimate.weights import Weight
-from flex_trainer.launch.build import build_tokenizer, loaded_config, random_config
+from flex_trainer.experts.fake import FakeEP
+from flex_trainer.launch.build import build_tokenizer, build_without_weights, check_config, model_config
+from flex_trainer.launch.distribute import check_mixed_precision
+from flex_trainer.launch.model_sizes import NUM_CHOSEN_NAMES
 from flex_trainer.launch.recipe import Recipe
-from flex_trainer.launch.yaml import RecipeError
 from flex_trainer.models.discovery import discover, find_experts
 
 _PLACES = frozenset({"layer_idx", "layer_index", "layer_id", "training"})
@@ -49,10 +51,14 @@ class Skeleton:
 
     Args:
         model: any; used as it is on the meta device, and put back after each `as_stage`.
+        kept_dtype: in which weights are kept, where that is another type than they are computed with.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kept_dtype: torch.dtype | None = None) -> None:
         self.model = model
+        self._kept_bytes = None if kept_dtype is None else kept_dtype.itemsize
+        self.compute_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self.kept_dtype = kept_dtype or self.compute_dtype
         self.map = discover(model)
         names = {module: name for name, module in model.named_modules()}
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
@@ -81,8 +87,7 @@ class Skeleton:
     @property
     def num_chosen_experts(self) -> int:
         """Experts per token; 0 for a dense model."""
-        names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-        return next((int(v) for name in names if isinstance(v := getattr(self._config, name, None), int)), 0)
+        return next((int(v) for name in NUM_CHOSEN_NAMES if isinstance(v := getattr(self._config, name, None), int)), 0)
 
     @property
     def num_parameters(self) -> int:
@@ -105,7 +110,8 @@ class Skeleton:
         return [
             Weight(
                 shape=tuple(parameter.shape),
-                element_bytes=parameter.element_size(),
+                element_bytes=self._kept_bytes or parameter.element_size(),
+                compute_element_bytes=parameter.element_size(),
                 is_expert=id(parameter) in experts,
                 is_trainable=parameter.requires_grad,
                 layer=layer_of.get(id(parameter), -1),
@@ -139,16 +145,21 @@ class Skeleton:
         return all("Tensor" in str(kind) and "uple" not in str(kind) for kind in returns)
 
     @contextmanager
-    def as_stage(self, stage: Stage, ep: int = 1) -> Iterator[None]:
+    def as_stage(self, stage: Stage, ep: int = 1, dispatch: str = "flex") -> Iterator[None]:
         """The model with only this stage's layers, three of each kind; embedding, norm and head where it owns them.
 
         A stage without the embedding takes `inputs_embeds`; one without the head gives hidden states as its logits.
-        Of `ep` expert-parallel ranks one has its share of the experts, and gets as many rows as it sends.
+        Of `ep` expert-parallel ranks one has its share of the experts, and gets as many tokens as it sends: by the
+        operators of `experts/dispatch.py` under `flex`, inside the experts' own forward under `all_to_all`.
         """
         kept = {layer for found in self.representatives(stage).values() for layer in found.traced}
         with ExitStack() as stack:
             for module in self._experts if ep > 1 else ():
-                _keep_share(stack, module, ep)
+                num_local_experts = _keep_share(stack, module, ep)
+                if dispatch == "flex":
+                    stack.callback(vars(module).update, dict(vars(module)))
+                    stack.callback(vars(module).clear)
+                    FakeEP(module, ep, num_local_experts)
             for number, layer in enumerate(self.layers):
                 if number not in kept:
                     _replace(stack, self.model, layer.site.name, _StandIn(layer.module))
@@ -204,17 +215,21 @@ def build_skeleton(recipe: Recipe) -> Skeleton:
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if section.architecture is not None:
         has_vocabulary = "vocab_size" in section.config
-        config = random_config(recipe, None if has_vocabulary else build_tokenizer(recipe))
+        config = model_config(recipe, None if has_vocabulary else build_tokenizer(recipe))
         dtype = section.dtype or "float32"
     else:
-        config = loaded_config(recipe)
+        config = model_config(recipe)
         dtype = section.dtype if section.dtype not in (None, "auto") else (config.dtype or "float32")
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{recipe.path.name}: model: {' '.join(str(error).split())}") from error
-    return Skeleton(model.train())
+    check_config(recipe, config)
+    config.use_cache = recipe.training.get("use_cache", False)  # as Trainer sets it
+    model = build_without_weights(recipe, config, dtype=dtype, **options).train()
+    if not recipe.parallel.mixed_precision:
+        return Skeleton(model)
+    check_mixed_precision(model)
+    kept_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    for parameter in model.parameters():  # buffers stay as they are, as under FSDP
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return Skeleton(model, kept_dtype)
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
@@ -240,8 +255,8 @@ def _replace(stack: ExitStack, model: nn.Module, name: str, module: nn.Module) -
     stack.callback(parent._modules.__setitem__, own_name, original)
 
 
-def _keep_share(stack: ExitStack, experts: nn.Module, ep: int) -> None:
-    """Leave an experts block its first 1 / ep of the experts, until the stack is left."""
+def _keep_share(stack: ExitStack, experts: nn.Module, ep: int) -> int:
+    """Leave an experts block its first 1 / ep of the experts, until the stack is left. Returns how many those are."""
     num_experts = max(parameter.shape[0] for parameter in experts.parameters())
     for module in experts.modules():
         for name, parameter in list(module._parameters.items()):
@@ -252,6 +267,7 @@ def _keep_share(stack: ExitStack, experts: nn.Module, ep: int) -> None:
     if getattr(experts, "num_experts", None) == num_experts:
         stack.callback(setattr, experts, "num_experts", num_experts)
         experts.num_experts = num_experts // ep  # type: ignore[assignment]
+    return num_experts // ep
 
 
 def _parameters(module: nn.Module | None) -> Sequence[nn.Parameter]:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from flex_trainer.activations.trace import CallTrace, Work
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment
@@ -16,6 +17,9 @@ from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.estimate.mesh import Stage
 from flex_trainer.estimate.skeleton import Representative, Skeleton
+from flex_trainer.models.discovery import ModelMap, discover
+from flex_trainer.models.discovery import Operator as Module
+from flex_trainer.strategy import EP_COMBINE, EP_DISPATCH
 from flex_trainer.symbolic.forward import SymbolicModel
 
 
@@ -51,9 +55,13 @@ class StageGraph:
     flops: float
     """Of forward and backward."""
 
-    def with_imbalance(self, factor: float) -> ActivationGraph:
-        """The graph of a rank whose experts get `factor` times the mean number of rows, in every layer."""
-        return self.graph.with_loads(dict.fromkeys(self.routed_layers, Load(factor, factor)))
+    def with_imbalance(self, factor: float, row_share: float = 1.0) -> ActivationGraph:
+        """The graph of a rank whose experts get `factor` times the mean number of tokens, in every layer.
+
+        Args:
+            row_share: rows of a balanced exchange over the most that a rank could send (see `Load.rows`).
+        """
+        return self.graph.with_loads(dict.fromkeys(self.routed_layers, Load(factor, factor * row_share)))
 
 
 @dataclass(frozen=True)
@@ -95,19 +103,27 @@ def trace_stage(
     precision: Precision,
     hardware: Hardware,
     ep: int = 1,
+    dispatch: str = "flex",
+    exchange_seconds: float = 0.0,
 ) -> TracedStage:
     """Run the traced layers of a stage forward and backward on shapes alone.
+
+    Args:
+        dispatch: how tokens reach the experts of other ranks, where ep is above 1.
+        exchange_seconds: of one dispatch, or one combine, between the ranks.
 
     Raises:
         NotSymbolic: what the model does depends on data.
     """
     shape = BatchShape(batch_size, sequence_length)
-    with skeleton.as_stage(stage, ep):
-        symbolic = SymbolicModel(skeleton.model, torch.device("cpu"), has_fused_attention=hardware.is_gpu)
+    find = _with_kept_experts if ep > 1 and dispatch != "flex" else discover
+    with skeleton.as_stage(stage, ep, dispatch):
+        symbolic = SymbolicModel(skeleton.model, torch.device("cpu"), has_fused_attention=hardware.is_gpu, find=find)
         autocast = torch.autocast("cpu", precision.autocast) if precision.autocast is not None else nullcontext()
         with autocast:
             traced = symbolic.trace((), _inputs(skeleton, stage, batch_size, sequence_length))
     traced.set_seconds(lambda work: _forward_seconds(work, hardware, precision.matmul))
+    _add_exchanges(traced.trace.calls, exchange_seconds)
     profile = Profile()
     profile.observe(shape, traced.trace, traced.routed_pairs)
     graph = profile.graph(shape)
@@ -140,6 +156,30 @@ def trace_stage(
         shared_bytes=graph.shared_bytes,
         num_routed_pairs=max(traced.routed_pairs.values(), default=0),
     )
+
+
+def _with_kept_experts(model: nn.Module) -> ModelMap:
+    """Experts whose tokens come by collectives that are none of their operators are not run again in backward."""
+
+    def kept(operators: tuple[Module, ...]) -> tuple[Module, ...]:
+        return tuple(
+            replace(one, site=replace(one.site, is_replayable=False)) if one.site.kind == "experts" else one
+            for one in operators
+        )
+
+    found = discover(model)
+    return ModelMap(kept(found.operators), kept(found.layers), kept(found.experts))
+
+
+def _add_exchanges(calls: list[CallTrace], seconds: float) -> None:
+    """Add what ranks wait for each other to the times of dispatch and combine, and of the blocks around them: that is
+    what running them again costs."""
+    for call in calls:
+        if call.site.kind in (EP_DISPATCH, EP_COMBINE):
+            around: CallTrace | None = call
+            while around is not None:
+                around.seconds += seconds
+                around = calls[around.parent] if around.parent >= 0 else None
 
 
 def traced_layers(skeleton: Skeleton, stage: Stage) -> list[int]:

@@ -32,6 +32,8 @@ class Weight:
     is_embedding: bool = False
     is_head: bool = False
     """Final norm and output head; with tied weights the embedding is both."""
+    compute_element_bytes: int | None = None
+    """Of an element where the weight is gathered to compute with (FSDP's mixed precision); None: as it is kept."""
 
     @property
     def num_bytes(self) -> int:
@@ -95,6 +97,13 @@ def _num_shards(weight: Weight, mesh: Mesh) -> int:
 
 
 def gathered_bytes(weight: Weight, mesh: Mesh) -> int:
+    """While its layer runs, in the type in which that computes; its gradient in backward is as large."""
+    element_bytes = weight.compute_element_bytes or weight.element_bytes
+    return prod(gathered_shape(weight, mesh)) * element_bytes
+
+
+def whole_gradient_bytes(weight: Weight, mesh: Mesh) -> int:
+    """A whole gradient that waits, or is on its way to the shards: in the type of the weights that are kept."""
     return prod(gathered_shape(weight, mesh)) * weight.element_bytes
 
 
@@ -111,7 +120,7 @@ def rank_weights(weights: list[Weight], mesh: Mesh, optim: Optimizer, num_micro_
     """
     trainable = [weight for weight in weights if weight.is_trainable]
     is_sharded = mesh.fsdp == 1 or num_micro_batches == 1 or mesh.dp_replicate > 1
-    size_of = local_bytes if is_sharded else gathered_bytes
+    size_of = local_bytes if is_sharded else whole_gradient_bytes
     gradients_bytes = sum(size_of(weight, mesh) for weight in trainable)
     has_buckets = mesh.fsdp == 1 and mesh.dp_replicate > 1
     return RankWeights(
@@ -156,13 +165,14 @@ def _reduction(trainable: list[Weight], mesh: Mesh, is_sharded: bool) -> dict[in
     they wait whole in any case, only that buffer counts. The largest is left out: it is in the transients of the
     operator that computes it."""
     whole: dict[int, int] = defaultdict(int)
+    buffers: dict[int, int] = defaultdict(int)
     largest: dict[int, int] = defaultdict(int)
     for weight in trainable:
         # The embedding's gradient comes when all activations are gone.
         is_late = weight.layer < 0 and weight.is_embedding and not weight.is_head
         if _num_shards(weight, mesh) > 1 and not is_late:
             num_bytes = gathered_bytes(weight, mesh)
-            whole[weight.layer] += num_bytes
+            whole[weight.layer] += num_bytes if is_sharded else 0
+            buffers[weight.layer] += whole_gradient_bytes(weight, mesh)
             largest[weight.layer] = max(largest[weight.layer], num_bytes)
-    times = 2 if is_sharded else 1
-    return {layer: times * num_bytes - largest[layer] for layer, num_bytes in whole.items()}
+    return {layer: whole[layer] + num_bytes - largest[layer] for layer, num_bytes in buffers.items()}

@@ -7,25 +7,26 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flex_trainer.experts.dispatch import FlexEP, attach_to, run_layer
+from flex_trainer.experts.dispatch import attach_to, run_layer
 from flex_trainer.experts.layout import Layout
 from flex_trainer.experts.local import LocalExperts
 from flex_trainer.experts.operators import Operators, UnmanagedOperators
 
 
 class FakeEP:
-    """Stands in for a FlexEP on a copy of its experts module, whose tensors have shapes and no data.
+    """Stands in for a FlexEP on an experts module whose tensors have shapes and no data.
 
     Args:
-        experts: the copy; its forward is replaced.
-        original: what it stands in for.
+        experts: with one rank's share of the weights; its forward is replaced.
+        num_ranks: ranks that share the experts.
+        num_local_experts: of one rank.
     """
 
-    def __init__(self, experts: nn.Module, original: FlexEP) -> None:
+    def __init__(self, experts: nn.Module, num_ranks: int, num_local_experts: int) -> None:
         self.operators: Operators = UnmanagedOperators()
         self._experts = experts
-        self.num_ranks = original.num_ranks
-        self._num_local_experts = original.num_local_experts
+        self.num_ranks = num_ranks
+        self._num_local_experts = num_local_experts
         forward: Callable[..., torch.Tensor] = type(experts).forward.__get__(experts)
         self._forward = forward
         attach_to(experts, self)

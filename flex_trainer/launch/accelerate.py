@@ -20,8 +20,9 @@ import flex_trainer.recipes as recipes
 from flex_trainer.config import nearest
 from flex_trainer.errors import UserError
 from flex_trainer.files import write_whole
+from flex_trainer.launch.deepspeed import deepspeed_problem
 from flex_trainer.launch.recipe import Recipe
-from flex_trainer.launch.yaml import RecipeError, read_yaml, refuse_quoted_booleans
+from flex_trainer.launch.yaml import RecipeError, read_yaml, refuse_boolean_word, refuse_quoted_booleans
 
 # Used when a recipe has no accelerate section; the second, with another number, where ranks work together.
 ONE_PROCESS, TWO_PROCESSES = "gpu_1proc", "cpu_2proc"
@@ -104,14 +105,27 @@ def launch_problems(settings: Mapping[str, Any]) -> Iterator[str]:
                     yield f"{key}.{inner}: accelerate would ignore it; {nearest(str(inner), sorted(known))}"
         try:
             refuse_quoted_booleans(value, str(key))
+            _refuse_boolean_words(key, value, keys.booleans)
         except UserError as error:
             yield str(error)
     yield from _process_problems(settings, keys.distributed_types)
 
 
+def _refuse_boolean_words(key: str, value: Any, booleans: set[str]) -> None:
+    """Raise ValueError for yes, on, 1, 0 and their like where accelerate needs a boolean."""
+    entries = value.items() if isinstance(value, Mapping) else [(key, value)]
+    prefix, _ = _PREFIXED.get(key, ("", False))
+    for name, one in entries:
+        if (name in booleans or f"{prefix}{name}" in booleans) and not isinstance(one, bool):
+            refuse_boolean_word(name if one is value else f"{key}.{name}", one)
+
+
 def parallel_problems(recipe: Recipe, settings: Mapping[str, Any]) -> Iterator[str]:
     """What does not go together in a recipe's `accelerate` and `parallel` sections, as in `launch_problems`."""
     section = recipe.parallel
+    deepspeed = deepspeed_problem(settings, recipe.training, section.is_used)
+    if deepspeed is not None:
+        yield deepspeed
     num_processes = settings.get("num_processes", 1)
     if section.is_used and num_processes != section.num_ranks:
         sizes = " x ".join(f"{axis}={section.sizes[axis]}" for axis in ("replicate", "fsdp", "pp"))
@@ -129,6 +143,18 @@ def parallel_problems(recipe: Recipe, settings: Mapping[str, Any]) -> Iterator[s
             f"num_processes: training.ddp_backend={backend!r} does not carry tensors of a {there}; remove it, which "
             f"gives {fitting}" + ("" if uses_cpu else ", or set training.use_cpu: true")
         )
+
+
+def fsdp_on_cpu(kind: str) -> str:
+    """What is said where FSDP was asked for on CPU processes.
+
+    Args:
+        kind: what asks for it.
+    """
+    return (
+        f"{kind} does not shard on CPU processes: accelerate shards on GPUs only, so every process holds the whole model "
+        "(DDP); to shard on CPUs, use parallel: {fsdp: N} with distributed_type: MULTI_GPU"
+    )
 
 
 def _process_problems(settings: Mapping[str, Any], known_types: list[str]) -> Iterator[str]:
@@ -201,7 +227,12 @@ class _LauncherKeys:
         from accelerate.utils import DistributedType
 
         self.top = set(ClusterConfig.__dataclass_fields__)
-        self.launcher = {action.dest for action in launch_command_parser()._actions}
+        actions = launch_command_parser()._actions
+        self.launcher = {action.dest for action in actions}
+        # accelerate itself writes downcast_bf16: 'no' into its files.
+        self.booleans = {action.dest for action in actions if str(action.default).lower() in ("true", "false")}
+        self.booleans |= {name for name, entry in ClusterConfig.__dataclass_fields__.items() if entry.type is bool}
+        self.booleans -= {"downcast_bf16"}
         self.distributed_types = [kind.value for kind in DistributedType]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from flex_trainer.config import nearest
 from flex_trainer.data import build_dataset, byte_tokenizer
 from flex_trainer.data.samples import TokenDataset
 from flex_trainer.errors import UserError, one_line
+from flex_trainer.files import check_can_be_made
 from flex_trainer.launch.distribute import check_mixed_precision, check_model, distribute, distributed_config
+from flex_trainer.launch.model_sizes import check_sizes
 from flex_trainer.launch.recipe import Recipe
 from flex_trainer.launch.training_fields import check_precision, check_training
 from flex_trainer.launch.yaml import RecipeError
@@ -46,8 +49,66 @@ def check_recipe(recipe: Recipe) -> None:
         RecipeError: a misspelt or wrongly typed training argument, an unknown architecture or configuration key.
     """
     check_training(recipe)
-    if recipe.model.architecture is not None:
-        _check_parallel(recipe, random_config(recipe))
+    check_output(recipe)
+    section = recipe.model
+    # The configuration of a model on a hub may need a network, so it is looked at only where it is used.
+    if section.architecture is not None or (section.name_or_path and Path(section.name_or_path).is_dir()):
+        check_config(recipe, model_config(recipe))
+
+
+def check_output(recipe: Recipe) -> None:
+    """Raise RecipeError where the output directory is a file, or lies below one."""
+    path = recipe.output_dir
+    for one in (path, *path.parents):
+        if one.exists() and not one.is_dir():
+            raise RecipeError(
+                f"{recipe.path.name}: training.output_dir: {str(path)!r} cannot be a directory: {str(one)!r} is a file; "
+                "choose another"
+            )
+
+
+def check_output_writable(recipe: Recipe) -> None:
+    """Find out now whether checkpoints, and the report when training ends, can be written. Makes nothing.
+
+    Raises:
+        RecipeError: a place that cannot be written to.
+    """
+    try:
+        check_can_be_made(recipe.output_dir / "trainer_state.json", "training.output_dir: the run")
+        if recipe.report.html is not None:
+            report, output_dir = (recipe.output_dir / recipe.report.html).resolve(), recipe.output_dir.resolve()
+            if report in (output_dir, *output_dir.parents):
+                raise UserError(f"report.html: {recipe.report.html!r} is a directory; give a file name")
+            check_can_be_made(report, "report.html: the report")
+    except UserError as error:
+        raise RecipeError(f"{recipe.path.name}: {error}") from error
+
+
+def check_config(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Check a model's sizes, and whether it can be spread as the `parallel` section says.
+
+    Raises:
+        RecipeError: sizes that do not go together, fewer positions than the samples have tokens, no plan for an axis.
+    """
+    try:
+        check_sizes(config)
+    except ValueError as error:
+        raise RecipeError(f"{recipe.path.name}: model.config.{one_line(error)}") from error
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and 0 <= positions < recipe.data.sequence_length:
+        raise RecipeError(
+            f"{recipe.path.name}: data.sequence_length={recipe.data.sequence_length} is more than the model's "
+            f"max_position_embeddings={positions}; lower the one or raise the other in model.config"
+        )
+    try:
+        check_model(recipe.parallel, config)
+    except UserError as error:
+        raise RecipeError(f"{recipe.path.name}: {error}") from error
+
+
+def model_config(recipe: Recipe, tokenizer: Any = None) -> PreTrainedConfig:
+    """The configuration of the recipe's model, random or loaded; see `random_config` and `loaded_config`."""
+    return loaded_config(recipe) if recipe.model.architecture is None else random_config(recipe, tokenizer)
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -103,21 +164,15 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     section = recipe.model
     chosen = {name: getattr(section, name) for name in ("attn_implementation", "experts_implementation")}
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    if section.name_or_path is None:
-        config = random_config(recipe, tokenizer)
-    else:
-        config = loaded_config(recipe)
-    _check_fit(recipe, config, tokenizer)
-    _check_parallel(recipe, config)
+    config = model_config(recipe, tokenizer)
+    check_config(recipe, config)
+    _check_vocabulary(recipe, config, tokenizer)
     distributed = distributed_config(recipe.parallel)
     try:
         if recipe.parallel.mixed_precision:
-            with torch.device("meta"):
-                check_mixed_precision(
-                    AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
-                )
+            check_mixed_precision(build_without_weights(recipe, config))
         if section.name_or_path is None:
-            model = AutoModelForCausalLM.from_config(config, dtype=section.dtype or "float32", **options)
+            model = _from_config(recipe, config, dtype=section.dtype or "float32", **options)
             return model if distributed is None else distribute(model, distributed)
         if distributed is not None:
             options["distributed_config"] = distributed
@@ -129,8 +184,34 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
             dtype=section.dtype or "auto",
             **options,
         )
+    except RecipeError:
+        raise
     except (OSError, ValueError) as error:
         raise RecipeError(f"{recipe.path.name}: model: {one_line(error)}") from error
+
+
+def build_without_weights(recipe: Recipe, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """The model on torch's meta device, where it takes no memory.
+
+    Args:
+        options: as for transformers' `from_config`.
+
+    Raises:
+        RecipeError: the model cannot be built from these sizes.
+    """
+    with torch.device("meta"):
+        return _from_config(recipe, config, **options)
+
+
+def _from_config(recipe: Recipe, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.model.trust_remote_code, **options)
+    except Exception as error:  # what a model's code raises for sizes it cannot have is of any kind
+        raise RecipeError(f"{recipe.path.name}: model: cannot be built: {_kind(error)}{one_line(error)}") from error
+
+
+def _kind(error: Exception) -> str:
+    return "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
 
 
 def build_data(recipe: Recipe, args: TrainingArguments, tokenizer: Any) -> tuple[TokenDataset, TokenDataset | None]:
@@ -230,24 +311,10 @@ def _keys_the_model_reads(config_class: type[PreTrainedConfig]) -> set[str]:
     return set(_CONFIG_READ.findall(inspect.getsource(inspect.getmodule(model_class) or model_class)))
 
 
-def _check_parallel(recipe: Recipe, config: PreTrainedConfig) -> None:
-    try:
-        check_model(recipe.parallel, config)
-    except UserError as error:
-        raise RecipeError(f"{recipe.path.name}: {error}") from error
-
-
-def _check_fit(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any) -> None:
-    text_config = config.get_text_config()
-    vocab_size = getattr(text_config, "vocab_size", None)
+def _check_vocabulary(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any) -> None:
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and vocab_size < len(tokenizer):
         raise RecipeError(
             f"{recipe.path.name}: model: vocab_size={vocab_size} is smaller than the tokenizer's {len(tokenizer)}; "
             "raise model.config.vocab_size or choose another data.tokenizer"
-        )
-    positions = getattr(text_config, "max_position_embeddings", None)
-    if positions is not None and positions < recipe.data.sequence_length:
-        raise RecipeError(
-            f"{recipe.path.name}: data.sequence_length={recipe.data.sequence_length} is more than the model's "
-            f"max_position_embeddings={positions}; lower the one or raise the other in model.config"
         )

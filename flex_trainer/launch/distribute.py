@@ -16,11 +16,12 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from flex_trainer.errors import UserError
 from flex_trainer.launch.accelerate import launch_command
+from flex_trainer.launch.deepspeed import launched_deepspeed_problem
 from flex_trainer.launch.recipe import ParallelSection, Recipe
 from flex_trainer.models.checksums import checksum, differing, names_of
 from flex_trainer.ranks import num_launched
 
-_NUM_EXPERTS_NAMES = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+NUM_EXPERTS_NAMES = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def distributed_config(section: ParallelSection) -> DistributedConfig | None:
@@ -41,7 +42,7 @@ def check_ranks(recipe: Recipe) -> None:
 
     Raises:
         ValueError: pipeline stages, expert groups that do not fit, another number of processes, sharding by both
-            the recipe and the launcher, or FSDP1.
+            the recipe and the launcher, FSDP1, or DeepSpeed's ZeRO-3.
     """
     section = recipe.parallel
     if section.pp > 1:
@@ -50,6 +51,9 @@ def check_ranks(recipe: Recipe) -> None:
             "(flex-trainer plan); set it to 1 to train"
         )
     check_expert_ranks(section.fsdp, section.ep, num_experts=None)
+    deepspeed = launched_deepspeed_problem(recipe.training, section.is_used)
+    if deepspeed is not None:
+        raise UserError(deepspeed)
     _check_launcher(section)
     num_processes = num_launched()
     if section.is_used and num_processes != section.num_ranks:
@@ -57,11 +61,6 @@ def check_ranks(recipe: Recipe) -> None:
             f"parallel: replicate={section.replicate} x fsdp={section.fsdp} is {section.num_ranks} processes, and "
             f"{_running(num_processes)}; change the sizes, or start {section.num_ranks}: "
             f"{launch_command(recipe)}"
-        )
-    if section.mixed_precision and not section.is_used:
-        raise UserError(
-            "parallel: mixed_precision=true has no effect where nothing is sharded; use training.bf16: true, or set "
-            "parallel.fsdp"
         )
 
 
@@ -71,6 +70,11 @@ def check_model(section: ParallelSection, config: PreTrainedConfig) -> None:
     Raises:
         ValueError: no plan for its experts or for FSDP, or a number of experts that ep does not divide.
     """
+    if section.mixed_precision and not section.is_used:
+        raise UserError(
+            "parallel: mixed_precision=true has no effect where nothing is sharded; use training.bf16: true, or set "
+            "parallel.fsdp"
+        )
     if not section.is_used:
         return
     text_config: Any = config.get_text_config()
@@ -134,8 +138,13 @@ def distribute(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedM
     return model
 
 
+def is_launched_for_fsdp() -> bool:
+    """Whether accelerate's launcher was told to shard by FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+
+
 def _check_launcher(section: ParallelSection) -> None:
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("1", "true"):
+    if not is_launched_for_fsdp():
         return
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError(
@@ -155,7 +164,7 @@ def _running(num_processes: int) -> str:
 
 
 def _num_experts(text_config: Any) -> int:
-    return max((getattr(text_config, name, None) or 0 for name in _NUM_EXPERTS_NAMES), default=0)
+    return max((getattr(text_config, name, None) or 0 for name in NUM_EXPERTS_NAMES), default=0)
 
 
 def _is_tied(model: PreTrainedModel) -> bool:

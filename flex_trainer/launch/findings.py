@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flex_trainer.launch.accelerate import launch_command, launch_problems, parallel_problems, read_settings
+from flex_trainer.launch.accelerate import (
+    fsdp_on_cpu,
+    launch_command,
+    launch_problems,
+    parallel_problems,
+    read_settings,
+)
+from flex_trainer.launch.deepspeed import deepspeed_problem
 from flex_trainer.launch.recipe import Recipe
 from flex_trainer.launch.yaml import RecipeError, read_yaml
 
@@ -59,6 +66,8 @@ def file_findings(config: Path | None) -> Iterator[Finding]:
         raise RecipeError(f"accelerate configuration {str(path)!r} does not exist")
     settings = read_yaml(path)
     problems = list(launch_problems(settings))
+    deepspeed = deepspeed_problem(settings, {}, is_sharded=False)
+    problems += [deepspeed] if deepspeed is not None else []
     yield Finding("accelerate", str(path), "info" if problems else "ok")
     for problem in problems:
         yield Finding("", problem, "problem")
@@ -73,9 +82,12 @@ def recipe_findings(recipe: Recipe) -> Iterator[Finding]:
         RecipeError: an accelerate section that names a file or configuration that does not exist, and all that can be
             wrong in a recipe before its model is there.
     """
-    from flex_trainer.launch.build import check_recipe
+    from flex_trainer.launch.build import check_output_writable, check_recipe
+    from flex_trainer.launch.training_fields import check_trackers_installed
 
     check_recipe(recipe)
+    check_output_writable(recipe)
+    check_trackers_installed(recipe)
     settings = read_settings(recipe)
     problems = [*launch_problems(settings), *parallel_problems(recipe, settings)]
     if recipe.parallel.pp > 1:
@@ -92,6 +104,8 @@ def recipe_findings(recipe: Recipe) -> Iterator[Finding]:
             f"weights over {section.fsdp} ranks, experts over {section.ep}, {section.replicate} "
             f"{'copy' if section.replicate == 1 else 'copies'}; experts get their tokens by {section.dispatch}",
         )
+    if settings.get("distributed_type") == "FSDP" and recipe.training.get("use_cpu") is True:
+        yield Finding("sharding", fsdp_on_cpu("distributed_type: FSDP"), "note")
     yield from _place_findings(settings, uses_cpu=recipe.training.get("use_cpu") is True)
     yield Finding("start", _start(recipe, settings))
 

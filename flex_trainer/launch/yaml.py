@@ -40,6 +40,14 @@ _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False
 _Loader.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
+_AROUND = " \t\n'\"`\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e"
+"""Blanks and quotation marks; a word processor writes the typographic ones."""
+_BOOLEAN_WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "y", "1"), "true"),
+    **dict.fromkeys(("false", "no", "off", "n", "0"), "false"),
+}
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
@@ -87,7 +95,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
 
 
 def refuse_quoted_booleans(content: Any, path: str = "") -> None:
-    """Raise ValueError for the text "true" or "false" anywhere: in Python any text is true.
+    """Raise ValueError for the text "true" or "false" anywhere, in whatever quotes: in Python any text is true.
 
     Raises:
         ValueError: the place and the value.
@@ -98,8 +106,28 @@ def refuse_quoted_booleans(content: Any, path: str = "") -> None:
     elif isinstance(content, list):
         for index, value in enumerate(content):
             refuse_quoted_booleans(value, f"{path}[{index}]")
-    elif isinstance(content, str) and content.strip().lower() in ("true", "false"):
-        raise UserError(f"{path}: the text {content!r} is not a boolean; write {content.strip().lower()} unquoted")
+    elif isinstance(content, str) and (word := _bare(content)) in ("true", "false"):
+        raise UserError(f"{path}: the text {content!r} is not a boolean; write {word} unquoted")
+
+
+def refuse_boolean_word(place: str, value: Any) -> None:
+    """Raise ValueError for what stands for a boolean in other formats, where one is needed; anything else passes.
+
+    Args:
+        place: path of the key.
+        value: not a boolean.
+
+    Raises:
+        ValueError: yes, on, 1, 0 and their like, with the word to write instead.
+    """
+    word = _BOOLEAN_WORDS.get(_bare(str(value)))
+    if word is not None:
+        raise UserError(f"{place}: {value!r} is not a boolean; write {word}")
+
+
+def _bare(text: str) -> str:
+    """The text in lower case, without blanks and quotation marks around it, typographic ones included."""
+    return text.strip(_AROUND).lower()
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -19,8 +19,12 @@ _BUDGET_STEPS = 256
 """
 
 
-class MemoryLimitError(UserError):
-    """The memory limit is below what even the minimum-memory plan needs."""
+class MemoryLimitError(UserError, RuntimeError):
+    """The memory limit is below what even the minimum-memory plan needs.
+
+    Where a smaller batch may help, the message says "out of memory.": by a RuntimeError with these words accelerate's
+    search for a batch size knows that it has to go on.
+    """
 
 
 class BudgetTakenError(MemoryLimitError):

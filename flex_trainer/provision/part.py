@@ -20,6 +20,7 @@ from flex_trainer.cost.load import at_even_load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
+from flex_trainer.errors import UserError
 from flex_trainer.files import check_writable
 from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Plan, Uniform
@@ -298,8 +299,8 @@ class ModelPart:
             f"{self._books.limit_text} is too low for a micro-batch of {shape.batch_size} x {shape.sequence_length} "
             f"tokens: with strategies {', '.join(self._config.strategies) or 'none'} it needs about "
             f"{format_bytes(plan.peak_bytes)} more than the {format_bytes(in_use_bytes)} in use before it, and "
-            f"{format_bytes(max(left_bytes, 0))} are left under the limit, the reserve and the system's own limits."
-            " Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
+            f"{format_bytes(max(left_bytes, 0))} are left under the limit, the reserve and the system's own limits:"
+            " it would run out of memory. Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
         )
 
 

@@ -46,7 +46,7 @@ def without_sharding(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
     for unit in units:
         vars(memo[id(unit)]).update(copy.deepcopy(_state(unit), memo))
     for module, dispatcher in dispatchers.items():
-        FakeEP(memo[id(module)], dispatcher)
+        FakeEP(memo[id(module)], dispatcher.num_ranks, dispatcher.num_local_experts)
 
 
 def _state(unit: FSDPModule) -> dict[str, Any]:

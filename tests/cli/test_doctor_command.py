@@ -171,3 +171,35 @@ def test_a_port_that_is_taken(num_machines: int, level: str) -> None:
         settings = {"num_processes": 2, "num_machines": num_machines, "main_process_port": port}
         findings = list(launch_findings._port_findings(settings, num_machines))
     assert [finding.level for finding in findings if f"{port} is taken" in finding.text] == [level]
+
+
+def test_fsdp_on_cpu_processes_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = "{distributed_type: FSDP, num_processes: 2, fsdp_config: {fsdp_version: 2}}"
+    overrides = ["parallel={fsdp: 1, ep: 1}", f"accelerate={settings}"]
+    assert run("--recipe", "demo_2ranks", *overrides) == 0
+    output = capsys.readouterr().out
+    assert "does not shard on CPU processes" in output and "every process holds the whole model (DDP)" in output
+
+
+def test_zero_3_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "zero.yaml"
+    path.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 3}\n")
+    assert run("--config", str(path)) == 1
+    assert "DeepSpeed ZeRO stage 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.per_device_train_batch_size=-1", "per_device_train_batch_size: -1 must be at least 1"),
+        ("training.learning_rate=-1", "learning_rate: -1 must not be negative"),
+        ("model.config.num_attention_heads=0", "model.config.num_attention_heads: 0 must be at least 1"),
+        ("report.html=/proc/none/report.html", "the report cannot be written to"),
+        ("training.output_dir=/proc/none", "the run cannot be written to"),
+        ("data.sequence_length=4096", "is more than the model's max_position_embeddings=1024"),
+    ],
+)
+def test_mistakes_of_a_recipe_are_one_line(override: str, message: str, capsys) -> None:
+    assert run("--recipe", "demo", override) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -92,13 +92,14 @@ def test_two_processes_train_and_the_first_reports(directory: Path) -> None:
     assert re.search(r"rank [01] of 2", page) and re.search(r"rank [01] of 2", text)
 
 
-def test_accelerate_shards_the_model_itself(directory: Path) -> None:
-    """The second way to FSDP2, for ep: 1. Its losses are those of one process with twice the batch."""
+def test_accelerate_does_not_shard_on_cpus_and_that_is_said(directory: Path) -> None:
+    """FSDP launch settings with use_cpu train as DDP. The losses are those of one process with twice the batch."""
     fsdp = "{fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}"
     settings = f"accelerate: {{distributed_type: FSDP, num_processes: 2, fsdp_config: {fsdp}}}\n"
     (directory / "tiny.yaml").write_text(DEEPSEEK + settings)
     code, output, _ = Launch(directory, "flex_trainer.train", "tiny.yaml").wait()
     assert code == 0, output
+    assert "every process holds the whole model (DDP)" in output
     losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", output)]
     changes = ["training.per_device_train_batch_size=4", f"training.output_dir={directory / 'one'}"]
     rows = run(load_recipe(str(directory / "tiny.yaml"), changes)).state.log_history

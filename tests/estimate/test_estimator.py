@@ -93,9 +93,12 @@ def test_imbalance_needs_expert_parallelism(estimator: Estimator, settings: Sett
     balanced, skewed = (estimator.outcome(spread, imbalance, KEEP) for imbalance in (1.0, 2.6))
     assert skewed.worst.micro_batch.held_bytes > balanced.worst.micro_batch.held_bytes
     assert skewed.step_seconds > balanced.step_seconds
-    # Rows that leave, and those that arrive: 2 x 64 tokens to 2 experts each, 64 floats.
-    assert balanced.worst.exchange_bytes == 2 * 256 * 64 * 4
-    assert skewed.worst.exchange_bytes == int(3.6 * 256 * 64 * 4)
+    # Rows that leave, 64 floats each: a rank with 2 of 8 experts gets a token unless both choices are among the other 6.
+    assert balanced.worst.exchange_bytes == skewed.worst.exchange_bytes == round(4 * 128 * (1 - 15 / 28)) * 64 * 4
+    # One for each expert, and those that arrive: 2 x 64 tokens to 2 experts each.
+    native = replace(spread, dispatch="all_to_all")
+    assert estimator.outcome(native, 1.0, KEEP).worst.exchange_bytes == 2 * 256 * 64 * 4
+    assert estimator.outcome(native, 2.6, KEEP).worst.exchange_bytes == int(3.6 * 256 * 64 * 4)
 
 
 def test_pipeline_ranks_share_the_limit_among_micro_batches(estimator: Estimator, settings: Settings) -> None:
@@ -144,17 +147,9 @@ def test_gradients_are_those_that_the_runtime_counts(
     assert {layer: size for layer, size in expected.temporary.items() if size} == weights.gradients.temporary
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.per_device_train_batch_size=0", "training.per_device_train_batch_size: 0 must be a whole number"),
-        ("training.gradient_accumulation_steps=two", "must be a whole number of at least 1"),
-        ("training.optim=adam", "what it keeps per parameter is not known"),
-    ],
-)
-def test_settings_that_cannot_be(override: str, message: str, tmp_path: Path) -> None:
-    recipe = load_recipe(write_recipe(tmp_path), [override])
-    with pytest.raises(ValueError, match=message):
+def test_an_optimizer_that_is_not_known(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path), ["training.optim=adam"])
+    with pytest.raises(ValueError, match="what it keeps per parameter is not known"):
         settings_of(recipe, DEVICE, None, torch.float32)
 
 

@@ -16,9 +16,9 @@ from flex_trainer.testing.tiny import tiny_model
 FLOAT32 = Precision(None, "float32")
 
 
-def graph_of(skeleton: Skeleton, pp: int = 1, index: int = 0, ep: int = 1) -> StageGraph:
+def graph_of(skeleton: Skeleton, pp: int = 1, index: int = 0, ep: int = 1, dispatch: str = "flex") -> StageGraph:
     stage = cut_into_stages(skeleton.num_layers, pp)[index]
-    return expand(skeleton, stage, trace_stage(skeleton, stage, 2, 32, FLOAT32, HARDWARE["h100"], ep))
+    return expand(skeleton, stage, trace_stage(skeleton, stage, 2, 32, FLOAT32, HARDWARE["h100"], ep, dispatch))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama"])
@@ -73,7 +73,7 @@ def test_imbalance_scales_the_experts_alone() -> None:
 
 def test_a_rank_under_expert_parallelism_has_its_share_of_the_gradients() -> None:
     skeleton = Skeleton(tiny_model("mixtral"))
-    whole, shared = graph_of(skeleton), graph_of(skeleton, ep=4)
+    whole, shared = graph_of(skeleton), graph_of(skeleton, ep=4, dispatch="all_to_all")
     for one, other in zip(whole.graph.segments, shared.graph.segments, strict=True):
         # Sizes of activations follow the rows, not the experts; only counts per expert shrink.
         for mine, theirs in zip(one.values, other.values, strict=True):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 
 from flex_trainer.launch.accelerate import launch_command, launch_problems, render_accelerate_config
+from flex_trainer.launch.distribute import check_ranks
 from flex_trainer.launch.recipe import load_recipe
 from flex_trainer.launch.yaml import RecipeError
 
@@ -161,3 +163,51 @@ def test_the_command_has_the_overrides(recipe_with) -> None:
         f"-m flex_trainer.train {arguments}"
     )
     assert launch_command(load_recipe("demo")).endswith(" -m flex_trainer.train demo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        (["accelerate={distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 3}}"],
+         "accelerate.distributed_type: DeepSpeed ZeRO stage 3"),
+        (["accelerate={distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {deepspeed_config_file: z.json}}"],
+         "accelerate.distributed_type: DeepSpeed ZeRO stage 3"),
+        (["accelerate=gpu_8proc", "training.deepspeed={zero_optimization: {stage: 3}}"],
+         "accelerate.training.deepspeed: DeepSpeed ZeRO stage 3"),
+        (["accelerate=gpu_8proc", "training.deepspeed=z.json"], "training.deepspeed: DeepSpeed ZeRO stage 3"),
+        (["parallel.fsdp=2", "accelerate={distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 2}}"],
+         "accelerate.distributed_type: DeepSpeed would shard a second time what the parallel section shards"),
+    ],
+)  # fmt: skip
+def test_zero_3_is_refused_with_the_way_out(
+    recipe_with, tmp_path: Path, overrides: list[str], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("z.json").write_text('{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(RecipeError) as caught:
+        render_accelerate_config(recipe_with(*overrides), tmp_path / "launch.yaml")
+    assert place in str(caught.value)
+    assert "parallel: {fsdp: N, ep: N}" in str(caught.value) and "qwen3_30b_a3b_8gpu" in str(caught.value)
+
+
+def test_zero_2_is_left_to_deepspeed(recipe_with) -> None:
+    settings = "{distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 2}}"
+    render_accelerate_config(recipe_with(f"accelerate={settings}"))
+
+
+@pytest.mark.parametrize(("stage", "is_refused"), [("3", True), ("2", False)])
+def test_a_process_that_was_launched_for_zero_3(
+    recipe_with, stage: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+    with pytest.raises(ValueError, match="ZeRO stage 3") if is_refused else nullcontext():
+        check_ranks(recipe_with())
+
+
+@pytest.mark.parametrize("value", ["yes", "1", "on"])
+def test_only_true_and_false_are_booleans_of_accelerate(recipe_with, value: str) -> None:
+    for settings in (f"use_cpu: {value}", f"fsdp_config: {{fsdp_version: 2, fsdp_offload_params: {value}}}"):
+        recipe = recipe_with(f"accelerate={{distributed_type: FSDP, num_processes: 2, {settings}}}")
+        with pytest.raises(RecipeError, match=r"is not a boolean; write true"):
+            render_accelerate_config(recipe)

@@ -51,7 +51,7 @@ def tiny(tmp_path: Path):
         ("training.lerning_rate=1", "training.lerning_rate: TrainingArguments has no such field; did you mean 'lear"),
         ("training.max_steps=1.5", "training.max_steps: 1.5 is float, but int is needed"),
         ("training.max_steps=true", "training.max_steps: True is bool, but int is needed"),
-        ("training.bf16=yes", "training.bf16: 'yes' is str, but bool is needed"),
+        ("training.bf16=yes", "training.bf16: 'yes' is not a boolean; write true"),
         ("training.learning_rate='1'", "training.learning_rate: '1' is str, but float is needed"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,11 @@ import pytest
 from rich.console import Console
 
 from flex_trainer.data.samples import TokenDataset
+from flex_trainer.launch.build import training_arguments
 from flex_trainer.launch.recipe import load_recipe
-from flex_trainer.train import _flush_trackers, _hide_gpus, _take_one_gpu, main, run
+from flex_trainer.launch.stopping import Terminated, stop_as_exit_code
+from flex_trainer.train import _flush_trackers, _hide_gpus, _prepare_wandb, _take_one_gpu, main, run
+from flex_trainer.trainer import FlexTrainer
 
 TINY = """
 model:
@@ -70,6 +74,56 @@ def test_wandb_stays_offline_without_a_key(
     runs = list((tmp_path / "runs" / "tiny" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 1
     assert "no API key found, so the run is kept offline" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("can_be_written", [True, False])
+def test_wandb_needs_no_home_that_can_be_written(
+    can_be_written: bool, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
+    for name in ("WANDB_DIR", *names):  # set and deleted, so that what is set here is undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if not can_be_written:
+        (tmp_path / "home").write_text("no directory")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    _prepare_wandb(training_arguments(load_recipe(tiny, ["report.to=[wandb]"])), Console())
+    expected = [None] * 3 if can_be_written else [f"runs/tiny/wandb/{name}" for name in ("share", "cache", "config")]
+    assert [os.environ.get(name) for name in names] == expected
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_run_that_is_stopped_leaves_summary_and_report(
+    number: signal.Signals,
+    error: type[BaseException],
+    tiny: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Stopped(FlexTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 2:
+                os.kill(os.getpid(), number)
+            return super().training_step(*args, **kwargs)
+
+    monkeypatch.setattr("flex_trainer.train.FlexTrainer", Stopped)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(error) as caught:
+        run(load_recipe(tiny))
+    assert type(caught.value) is error
+    assert signal.getsignal(signal.SIGTERM) is before
+    output = capsys.readouterr().out
+    assert "Stopped after 2 of 3 steps." in output and "memory limit" in output
+    assert (tmp_path / "runs" / "tiny" / "report.html").read_text().lower().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(("error", "code"), [(Terminated(), 143), (KeyboardInterrupt(), 130)])
+def test_who_stopped_a_run_is_in_its_exit_code(error: BaseException, code: int, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_, stop_as_exit_code():
+        raise error
+    assert exit_.value.code == code
+    assert capsys.readouterr().err == f"Stopped by {'SIGTERM' if code == 143 else 'SIGINT'}.\n"
 
 
 def test_a_launch_for_more_processes_is_noted(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +199,13 @@ def test_a_sharded_run_on_the_cpu_sees_no_gpu(tiny: str, monkeypatch: pytest.Mon
         (["tiny.yaml", "parallel.fsdp=2"], "replicate=1 x fsdp=2 is 2 processes, and there is 1; change the sizes, or"),
         (["tiny.yaml", "parallel.fsdp=2"], "start 2: accelerate launch --config_file $(flex-trainer accelerate-config"),
         (["tiny.yaml", "parallel={fsdp: 2, dispatch: deepep}"], "parallel.dispatch: "),
+        (["tiny.yaml", "report.html=/proc/none/report.html"], "report.html: the report cannot be written to"),
+        (["tiny.yaml", "report.html=."], "report.html: '.' is a directory; give a file name"),
+        (["tiny.yaml", "training.output_dir=/proc/none"], "training.output_dir: the run cannot be written to"),
+        (["tiny.yaml", "training.output_dir=tiny.yaml/runs"], "'tiny.yaml' is a file; choose another"),
+        (["tiny.yaml", "report.to=[wanddb]"], "report.to: no tracker of transformers is called 'wanddb'; did you mean"),
+        (["tiny.yaml", "training.per_device_train_batch_size=0"], "per_device_train_batch_size: 0 must be at least 1"),
+        (["tiny.yaml", "model.config.num_experts_per_tok=5"], "5 must be from 1 to num_experts=4; lower it, or raise"),
         (["tiny.yaml", "parallel.mixed_precision=true"], "mixed_precision=true has no effect where nothing is sharded"),
         (["tiny.yaml", "model={architecture: llama}", "parallel={fsdp: 2, ep: 2}"], "this model has no routed experts"),
     ],
