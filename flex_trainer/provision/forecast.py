@@ -20,7 +20,7 @@ from torch import nn
 from flex_trainer.activations.trace import Work
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
-from flex_trainer.memory.enforce import return_freed_memory
+from flex_trainer.memory.enforce import trim_freed_memory
 from flex_trainer.models.discovery import ModelMap
 from flex_trainer.snapshot import RandomStreams
 from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
@@ -97,7 +97,7 @@ class Forecast:
             torch.clear_autocast_cache()
             gc.collect()
             if self._device.type == "cpu":
-                return_freed_memory()  # resident memory is what the micro-batch starts from
+                trim_freed_memory()  # resident memory is what the micro-batch starts from
         if leftovers is not None:
             leftovers.check()
         return forward
