@@ -35,7 +35,7 @@ from flex_trainer.memory.meter import MemoryMeter, limit_bytes, meter_for
 from flex_trainer.memory.offloading import OffloadService
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
 from flex_trainer.models.discovery import discover
-from flex_trainer.models.inputs import shape_of
+from flex_trainer.models.inputs import Inputs
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.models.routing import Routing
 from flex_trainer.models.sharding import Units, refuse_unmanaged, units_of, without_replayed_collectives
@@ -87,6 +87,7 @@ class FlexRuntime:
         self._model_name = ""
         self._modules: dict[str, nn.Module] = {}
         self._units: Units | None = None
+        self._inputs: Inputs | None = None
         self._pending: list[MicroBatch] = []
         self._running: MicroBatch | None = None
         self._is_window_open = False
@@ -199,6 +200,7 @@ class FlexRuntime:
         self._model_name = type(model).__name__
         self._modules = {operator.site.name: operator.module for operator in model_map.operators}
         self._units = Units(model, self._modules) if units_of(model) else None
+        self._inputs = Inputs(model)
 
     def detach(self) -> None:
         """Give the model back as it was. Records stay; then, on the main process, a seed profile is written.
@@ -215,7 +217,7 @@ class FlexRuntime:
             self._give_back()
             self._forget(self._pending)
             self._end_window()
-            self._model = None
+            self._model = self._inputs = None
         self._provisioner.save_profile()
 
     def _give_back(self) -> None:
@@ -251,11 +253,12 @@ class FlexRuntime:
     @contextmanager
     def _micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         assert self._provisioner is not None and self._meter is not None and self._offloading is not None
+        assert self._inputs is not None
         self._finish()  # of a backward that was run outside of `backward()`
         self._forget([micro_batch for micro_batch in self._pending if micro_batch.is_abandoned])
         self._whereabouts.at = Place("planning", "the model")
         try:
-            shape = shape_of(args, kwargs)
+            shape = self._inputs.shape_of(args, kwargs)
             # Before the window: what a trace needs is no part of the micro-batch's peak.
             traced_seconds = self._provisioner.prepare(shape, args, kwargs)
             self._provisioner.can_step_back = self.can_step_back

@@ -38,6 +38,8 @@ class MicroBatch:
     num_replans: int = 0
     routed_pairs: dict[str, int] = field(default_factory=dict)
     loads: Loads = field(default_factory=Loads)
+    expected_excess_bytes: int = 0
+    """Held beyond what the plan says, as experience with this kind of batch has it."""
     excess_bytes: int = 0
     """Held beyond what was predicted, as of the last re-plan."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -104,7 +106,7 @@ class MicroBatch:
             num_tokens=self.shape.num_tokens,
             imbalance=self._imbalance(),
             budget_bytes=self.budget_bytes,
-            predicted_bytes=plan.predicted_bytes if plan is not None else 0,
+            predicted_bytes=plan.predicted_bytes + self.expected_excess_bytes if plan is not None else 0,
             actual_bytes=self.actual_bytes,
             freed_bytes=dict(self.ledger.freed_bytes),
             plan_ms=self.plan_seconds * 1e3,
@@ -113,7 +115,7 @@ class MicroBatch:
             demand_bytes=demand_bytes,
             limit_bytes=limit_bytes,
             baseline_bytes=self.baseline_bytes,
-            predicted_peak_bytes=self.baseline_bytes + plan.peak_bytes if plan is not None else 0,
+            predicted_peak_bytes=self.baseline_bytes + plan.peak_bytes + self.expected_excess_bytes if plan is not None else 0,
             peak_bytes=peak_bytes,
             step_ms=(ended - self.started) * 1e3,
             num_replans=self.num_replans,

@@ -35,6 +35,7 @@ from flex_trainer.planner.plan import Plan, Uniform
 from flex_trainer.provision.correction import Correction
 from flex_trainer.provision.forecast import Forecast
 from flex_trainer.provision.gradients import Gradients
+from flex_trainer.provision.held_errors import HeldErrors
 from flex_trainer.provision.loads import Loads, RecentLoads
 from flex_trainer.provision.margin import SafetyMargin
 from flex_trainer.provision.micro_batch import MicroBatch
@@ -101,6 +102,7 @@ class Provisioner:
         self._rounds: deque[int] = deque([1], maxlen=_IN_FLIGHT_REMEMBERED)
         self._allocator = BudgetAllocator()
         self._correction = Correction()
+        self._held_errors = HeldErrors()
         self._attempt = 0
         self.can_step_back = False
         """Whether somebody would run the step again, were a micro-batch refused."""
@@ -108,6 +110,7 @@ class Provisioner:
         self._is_spread = any(dispatcher_of(operator.module) is not None for operator in model_map.experts)
         if earlier is not None and earlier._fingerprint == self._fingerprint:
             self._profile, self._correction = earlier._profile, earlier._correction
+            self._held_errors = earlier._held_errors
             self._margin, self._rounds, self._loads = earlier._margin, earlier._rounds, earlier._loads
             self._allocator = BudgetAllocator(self.num_expected_in_flight)
         else:
@@ -150,7 +153,8 @@ class Provisioner:
                 where there are no strategies: then the run is watched, and its records say what was over.
         """
         started = time.perf_counter()
-        in_use_bytes, left_bytes = self._measure()
+        expected_excess_bytes = self._held_errors.expected_bytes(shape)
+        in_use_bytes, left_bytes = self._measure(expected_excess_bytes)
         gradients = self._gradients.now()
         self._most_in_flight = max(self._most_in_flight, len(self._in_flight) + 1)
         if self._profile.knows(shape):
@@ -162,16 +166,17 @@ class Provisioner:
                 # The first plan of a structure leaves something behind (its tables, buffers of the libraries it uses),
                 # which on a CPU comes out of the same memory.
                 earlier_bytes = left_bytes
-                in_use_bytes, left_bytes = self._measure()
+                in_use_bytes, left_bytes = self._measure(expected_excess_bytes)
                 if earlier_bytes - left_bytes <= self._budget_step:
                     break
             if not plan.fits and self._config.strategies:
                 # Where experts are on several ranks, what will come is a guess: only what comes anyhow is a reason to
                 # refuse. If more comes than fits, it runs under the least demanding plan.
                 least = self._plans.plan(shape, available_bytes, gradients, NOTHING_COMES) if self._is_spread else plan
-                self._check_least(shape, least, in_use_bytes, left_bytes + self.margin_bytes)
+                self._check_least(shape, least, in_use_bytes, left_bytes + self.margin_bytes + expected_excess_bytes)
             micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes, gradients)
             micro_batch.loads = Loads(self._loads.expected)
+            micro_batch.expected_excess_bytes = expected_excess_bytes
         else:
             unknown = Uniform(self._most_effective())
             micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0), gradients)
@@ -188,7 +193,7 @@ class Provisioner:
         planned_pairs = self._profile.pairs(micro_batch.shape, site.name)
         # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
         held_bytes = micro_batch.ledger.held_bytes - self._offloading.in_flight_bytes
-        excess_bytes = held_bytes - plan.held_until(site.layer)
+        excess_bytes = held_bytes - plan.held_until(site.layer) - micro_batch.expected_excess_bytes
         has_other_load = micro_batch.loads.needs_replan(site, routing, plan, planned_pairs)
         has_more = excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self.limit_bytes
         if (has_other_load or has_more) and not self._keeps_all_anyway(micro_batch, plan, excess_bytes):
@@ -235,8 +240,10 @@ class Provisioner:
             micro_batch.plan = self._as_it_ran(micro_batch)
             micro_batch.plan_seconds += time.perf_counter() - started
         trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
-        if trace is None:
-            return  # nothing arrived in some layer, so its sizes are not known
+        if micro_batch.plan is not None:
+            self._held_errors.observe(micro_batch.shape, micro_batch.plan.predicted_bytes, micro_batch.actual_bytes)
+        if trace is None or not micro_batch.shape.is_told:
+            return  # nothing arrived in some layer, or nobody could tell how long it was: its sizes are not known
         self._profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
         if micro_batch.is_covered:
             return  # the peak has other micro-batches in it
@@ -316,13 +323,14 @@ class Provisioner:
                 plan = self._plan(shape, available_bytes, gradients)
         return plan, available_bytes, budget_bytes
 
-    def _measure(self) -> tuple[int, int]:
+    def _measure(self, expected_excess_bytes: int = 0) -> tuple[int, int]:
         """Bytes in use, and bytes that a plan may use beside them. Notes which limit is the nearest: something harder
         than memory_limit may be (a data limit, other processes on the device), and shares are then shares of that."""
         in_use_bytes = self._meter.in_use_bytes()
         left_bytes = self._meter.left_bytes(self.limit_bytes)
         self._nearest_bytes = min(self.limit_bytes, in_use_bytes + max(left_bytes, 0))
-        return in_use_bytes, left_bytes - self._gathered_bytes - self._reserve_bytes() - self.margin_bytes
+        left_bytes -= self._gathered_bytes + self._reserve_bytes() + self.margin_bytes + expected_excess_bytes
+        return in_use_bytes, left_bytes
 
     @property
     def _budget_step(self) -> int:
