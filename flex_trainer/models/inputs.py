@@ -189,7 +189,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(value, Mapping):
         return iter(value.items())
     if isinstance(value, (list, tuple, deque)):
-        return iter(enumerate(value))
+        return zip(getattr(value, "_fields", range(len(value))), value, strict=True)
     if is_dataclass(value):
         return ((field.name, getattr(value, field.name, None)) for field in fields(value))
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if name[:2] != "__"]

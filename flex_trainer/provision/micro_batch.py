@@ -115,7 +115,9 @@ class MicroBatch:
             demand_bytes=demand_bytes,
             limit_bytes=limit_bytes,
             baseline_bytes=self.baseline_bytes,
-            predicted_peak_bytes=self.baseline_bytes + plan.peak_bytes + self.expected_excess_bytes if plan is not None else 0,
+            predicted_peak_bytes=self.baseline_bytes + plan.peak_bytes + self.expected_excess_bytes
+            if plan is not None
+            else 0,
             peak_bytes=peak_bytes,
             step_ms=(ended - self.started) * 1e3,
             num_replans=self.num_replans,
