@@ -18,7 +18,7 @@ from transformers.integrations.moe import _grouped_linear as grouped_linear
 from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
 from transformers.utils import import_utils
 
-__all__ = ["DecoderLayer", "as_if_real", "grouped_linear", "local_parameters", "release_pinned_cache"]
+__all__ = ["DecoderLayer", "as_if_real", "grouped_linear", "is_in_backward", "local_parameters", "release_pinned_cache"]
 
 
 @contextmanager
@@ -34,6 +34,14 @@ def as_if_real() -> Iterator[None]:
         yield
     finally:
         import_utils.is_fake_tensor = original
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward: a forward that runs now is a recomputation.
+
+    torch 2.13 has no public function for it (its own checkpointing uses this one); goes when there is one.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def release_pinned_cache() -> None:
