@@ -13,8 +13,8 @@ from flex_trainer.models.router_bias import RouterBiasBalancer, find_biased_rout
 from flex_trainer.testing.forced import whole
 from tests.distributed.models import all_ids, my_part, spread_model
 
-RATE = 0.01
-NUM_STEPS = 4
+RATE = 0.001
+NUM_STEPS = 5
 
 
 def balanced(path: str, **parallel: Any) -> list[torch.Tensor]:
