@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from flex_trainer.models.router_bias import RouterBiasBalancer
+from flex_trainer.models.router_bias import CountsBefore, RouterBiasBalancer
 
 
 class LossFreeBalancing(TrainerCallback):
@@ -26,9 +25,7 @@ class LossFreeBalancing(TrainerCallback):
         self.update_rate = update_rate
         self._balancer: RouterBiasBalancer | None = None
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._start(kwargs.get("model"))  # before a checkpoint is read: its biases are read into float32
 
     def on_train_begin(
@@ -47,9 +44,9 @@ class LossFreeBalancing(TrainerCallback):
     ) -> None:
         self._stop()
 
-    def remember(self) -> Callable[[], None]:
-        """The counts as they are now, to be put back where a step is run again."""
-        return (lambda: None) if self._balancer is None else self._balancer.remember()
+    def remember(self) -> CountsBefore | None:
+        """The counts as they are now, to be put back where a step is run again; None while nothing is counted."""
+        return None if self._balancer is None else self._balancer.remember()
 
     def _start(self, model: nn.Module | None) -> None:
         self._stop()

@@ -100,16 +100,16 @@ class FlexTrainer(FlexTrainerMixin, Trainer):
 
 
 class _Callbacks:
-    """What callbacks have counted in this step so far: those with `remember()` count a micro-batch that runs twice once.
-    """
+    """What callbacks have counted in this step so far: those with `remember()` count a micro-batch that runs twice once."""
 
     def __init__(self, trainer: Trainer) -> None:
         callbacks = trainer.callback_handler.callbacks
-        self._restores = [one.remember() for one in callbacks if callable(getattr(one, "remember", None))]
+        self._remembered = [one.remember() for one in callbacks if callable(getattr(one, "remember", None))]
 
     def restore(self) -> None:
-        for restore in self._restores:
-            restore()
+        for one in self._remembered:
+            if one is not None:
+                one.restore()
 
 
 def _refuse_arguments(args: TrainingArguments) -> None:

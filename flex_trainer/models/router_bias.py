@@ -16,7 +16,6 @@ and those that got less have it raised. Models in transformers carry such a bias
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,14 +99,9 @@ class RouterBiasBalancer:
             for number, router in enumerate(self.routers)
         ]
 
-    def remember(self) -> Callable[[], None]:
-        """The counts as they are now; calling what is returned puts them back. For steps that are run again."""
-        counts = list(self._counts)  # each tensor is replaced, never written to
-
-        def restore() -> None:
-            self._counts = list(counts)
-
-        return restore
+    def remember(self) -> CountsBefore:
+        """The counts as they are now, to be put back where a step is run again."""
+        return CountsBefore(self)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -140,6 +134,17 @@ class RouterBiasBalancer:
         assert count is not None
         earlier = self._counts[number]
         self._counts[number] = count if earlier is None else earlier + count
+
+
+class CountsBefore:
+    """What a balancer had counted when this was made; `restore()` may be called more than once."""
+
+    def __init__(self, balancer: RouterBiasBalancer) -> None:
+        self._balancer = balancer
+        self._counts = tuple(balancer._counts)  # tensors are replaced, never written to
+
+    def restore(self) -> None:
+        self._balancer._counts = list(self._counts)
 
 
 def _ancestors(name: str) -> list[str]:

@@ -88,7 +88,9 @@ def test_a_run_goes_on_with_its_biases(tmp_path: Path, plain: list[torch.Tensor]
 def test_a_run_of_half_precision_goes_on_in_float32(tmp_path: Path) -> None:
     def run(**more: Any) -> Any:
         model = tiny_model("minimax_m2", dtype=torch.bfloat16).to(torch.bfloat16)
-        return make(tmp_path, FlexConfig(CONFIG.memory_limit, router_bias_update_rate=0.001), options={"model": model}, **more)
+        return make(
+            tmp_path, FlexConfig(CONFIG.memory_limit, router_bias_update_rate=0.001), options={"model": model}, **more
+        )
 
     whole = run(save_strategy="steps", save_steps=3)
     whole.train()
@@ -107,5 +109,3 @@ def test_a_model_without_such_biases_is_refused_at_once(tmp_path: Path) -> None:
 def test_rates_that_make_no_sense_are_refused(rate: Any) -> None:
     with pytest.raises(ValueError, match=r"router_bias_update_rate=.* must be a number in \[0, 1\)"):
         FlexConfig(router_bias_update_rate=rate)
-
-

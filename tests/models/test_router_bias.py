@@ -41,7 +41,9 @@ def test_biases_are_found_and_all_tokens_are_counted(family: str) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "llama"])
 def test_a_model_without_a_bias_is_refused(family: str) -> None:
     assert find_biased_routers(tiny_model(family)) == []
-    with pytest.raises(ValueError, match=r"no router of \w+ chooses experts with a bias.*leave router_bias_update_rate out"):
+    with pytest.raises(
+        ValueError, match=r"no router of \w+ chooses experts with a bias.*leave router_bias_update_rate out"
+    ):
         RouterBiasBalancer(tiny_model(family))
 
 
@@ -97,10 +99,10 @@ def test_counts_are_put_back_for_a_step_that_is_run_again() -> None:
     model = tiny_model("deepseek_v3")
     balancer = RouterBiasBalancer(model)
     first = [one.clone() for one in count(model, balancer)]
-    restore = balancer.remember()
+    before = balancer.remember()
     for _ in range(2):
         count(model, balancer, seed=1)
-        restore()
+        before.restore()
         assert all(torch.equal(a, b) for a, b in zip(first, balancer._counts, strict=True))
 
 

@@ -70,7 +70,7 @@ def test_a_plan_for_a_short_batch_is_not_used_for_a_long_one(name: str, can_trac
         without_forecast(runtime)
     for length in (16, 256, 16, 64):
         batch = tiny_batch(inner, 2, length)
-        record = run(runtime, model(CONTAINERS[name](dict(input_ids=batch["input_ids"], labels=batch["labels"]))))
+        record = run(runtime, model(CONTAINERS[name]({name: batch[name] for name in ("input_ids", "labels")})))
         assert record.num_tokens == 2 * length
         assert record.is_profile or record.predicted_bytes == record.actual_bytes
         assert not (can_trace and record.is_profile)
