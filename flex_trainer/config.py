@@ -75,8 +75,8 @@ class FlexConfig:
     save of the time that mitigations add has paid for its longer search."""
 
     router_bias_update_rate: float = 0.0
-    """What a router's bias on the choice of an expert is raised or lowered by after each optimizer step, so that experts
-    are loaded evenly without an auxiliary loss (DeepSeek-V3 used 0.001). 0: biases stay as they are. For models that
+    """What a router's bias on the choice of an expert is raised or lowered by after each optimizer step: experts are
+    loaded evenly without an auxiliary loss (DeepSeek-V3 used 0.001). 0: biases stay as they are. For models that
     have such a bias: DeepSeek-V3, GLM-4.5 and others."""
 
     def __post_init__(self) -> None:

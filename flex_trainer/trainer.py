@@ -100,7 +100,7 @@ class FlexTrainer(FlexTrainerMixin, Trainer):
 
 
 class _Callbacks:
-    """What callbacks have counted in this step so far: those with `remember()` count a micro-batch that runs twice once."""
+    """What callbacks have counted in this step so far: a micro-batch that runs twice counts once."""
 
     def __init__(self, trainer: Trainer) -> None:
         callbacks = trainer.callback_handler.callbacks

@@ -12,8 +12,7 @@ class BatchShape:
     batch_size: int
     sequence_length: int
     kind: str = ""
-    """Which inputs there are, dtype, autocast, what is trained and how it runs: what may change the operators themselves.
-    """
+    """Which inputs there are, dtype, autocast, what is trained and how it runs: what may change the operators."""
     has_padding: bool = False
     """Whether the attention mask masks anything; one that does not is skipped, and attention then runs another way."""
     is_told: bool = True

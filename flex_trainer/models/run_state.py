@@ -27,7 +27,7 @@ _training = itemgetter("training")
 
 
 class RunState:
-    """Reads the state of one model: cheap enough for every micro-batch (some 50 ns for each parameter, 20 for each module).
+    """Reads the state of one model: for every micro-batch, at some 50 ns for each parameter and 20 for each module.
 
     Looked at are which parameters require gradients, whether modules train, chances of dropout and noise, the plain
     values of configurations (implementations of attention and experts, outputs asked for) and the attention kernels
