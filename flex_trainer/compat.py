@@ -36,6 +36,7 @@ __all__ = [
     "convert_into",
     "current_backward",
     "grouped_linear",
+    "is_in_backward",
     "keeps_graph",
     "local_parameters",
     "names_in_model",
@@ -58,6 +59,11 @@ def as_if_real() -> Iterator[None]:
         yield
     finally:
         import_utils.is_fake_tensor = original
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward: a forward that runs now is a recomputation."""
+    return current_backward() >= 0
 
 
 def release_pinned_cache() -> None:

@@ -74,6 +74,11 @@ class FlexConfig:
     ("largest_first", the paper's order). "auto" starts with "bandwidth", and goes over to "optimal" once what that may
     save of the time that mitigations add has paid for its longer search."""
 
+    router_bias_update_rate: float = 0.0
+    """What a router's bias on the choice of an expert is raised or lowered by after each optimizer step: experts are
+    loaded evenly without an auxiliary loss (DeepSeek-V3 used 0.001). 0: biases stay as they are. For models that
+    have such a bias: DeepSeek-V3, GLM-4.5 and others."""
+
     def __post_init__(self) -> None:
         # Step 1: plain YAML and the command line give lists and strings; inside, a tuple is what the type says.
         if not isinstance(self.strategies, (str, list, tuple)) or any(not isinstance(s, str) for s in self.strategies):
@@ -91,6 +96,9 @@ class FlexConfig:
         if not isinstance(self.trace, bool):
             raise UserError(f"trace={self.trace!r} must be true or false")
         _check_choice("planner", self.planner, PLANNERS)
+        rate = self.router_bias_update_rate
+        if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate < 1:
+            raise UserError(f"router_bias_update_rate={rate!r} must be a number in [0, 1); 0 leaves the biases alone")
         _check_amount("memory_limit", self.memory_limit, fraction_may_be_one=True)
         _check_amount("transient_reserve", self.transient_reserve, fraction_may_be_one=False)
         if self.seed_profile is not None and not isinstance(self.seed_profile, (str, os.PathLike)):

@@ -6,7 +6,7 @@
                  -> provision/part.ModelPart                   per part of the model: sizes, plans, expert loads
                  -> models/instrument.Instrumentation          operators go through the engine from now on
     begin      model.forward -> _forward -> _start
-                 -> models/inputs.shape_of -> part.prepare -> provision/forecast.Forecast.teach       sizes
+                 -> part.inputs.shape_of -> part.prepare -> provision/forecast.Forecast.teach       sizes
                  -> part.begin -> device_books.measure -> provision/policy.provide -> plan_cache.plan  budget and plan
                  -> activations/scope.Scope                    opened around the forward
     forward    models/instrument.forward -> scope.run          every operator under its strategy
@@ -47,7 +47,6 @@ from flex_trainer.errors import UserError
 from flex_trainer.memory.enforce import return_freed_memory
 from flex_trainer.memory.meter import MemoryMeter, meter_for
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
-from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.provision.after_router import AfterRouter
 from flex_trainer.provision.device_books import DeviceBooks
@@ -355,7 +354,7 @@ class FlexRuntime(RunView):
         """A forward begins: budget, plan, scope. `is_whole`: these are the arguments of the model's own forward."""
         self._flight.settle()
         self._engine_place.at = Place("planning", "the model")
-        shape = shape_of(args, kwargs)
+        shape = part.inputs.shape_of(args, kwargs)
         # Before it is at work: what a trace needs is no part of the micro-batch's peak.
         started = time.perf_counter()
         traced_seconds = part.prepare(shape, args, kwargs) if is_whole else 0.0

@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from flex_trainer.callbacks import FlexMemoryCallback, use_flex_progress
+from flex_trainer.callbacks import FlexMemoryCallback, LossFreeBalancing, use_flex_progress
 from flex_trainer.checkpoint import CheckpointMixin
 from flex_trainer.checkpoint.manifest import PLANNER_FILE
 from flex_trainer.config import FlexConfig
@@ -43,9 +43,13 @@ class FlexTrainerMixin(CheckpointMixin):
         super().__init__(*args, **kwargs)
         _refuse_arguments(self.args)
         # Trainers count things in their loss (TRL's metrics, for one): a micro-batch that runs twice counts once.
-        self._plugin = FlexPlugin(flex, remember=(lambda: Bookkeeping(self),))
+        self._plugin = FlexPlugin(flex, remember=(lambda: Bookkeeping(self), lambda: _Callbacks(self)))
         self._memory_callback = FlexMemoryCallback(self.flex)
         self.add_callback(self._memory_callback)
+        if self.flex.config.router_bias_update_rate:
+            balancing = LossFreeBalancing(self.flex.config.router_bias_update_rate)
+            self.add_callback(balancing)
+            balancing.on_init_end(self.args, self.state, self.control, model=self.model)
         use_flex_progress(self, self.flex)
 
     @property
@@ -99,6 +103,19 @@ class FlexTrainer(FlexTrainerMixin, Trainer):
     Args:
         flex: a FlexConfig. Everything else is as in `transformers.Trainer`.
     """
+
+
+class _Callbacks:
+    """What callbacks have counted in this step so far: a micro-batch that runs twice counts once."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        callbacks = trainer.callback_handler.callbacks
+        self._remembered = [one.remember() for one in callbacks if callable(getattr(one, "remember", None))]
+
+    def restore(self) -> None:
+        for one in self._remembered:
+            if one is not None:
+                one.restore()
 
 
 def _refuse_arguments(args: TrainingArguments) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from flex_trainer.compat import current_backward, keeps_graph, when_backward_ends
+from flex_trainer.compat import current_backward, is_in_backward, keeps_graph, when_backward_ends
 
 
 class Asking(torch.autograd.Function):
@@ -45,3 +47,26 @@ def test_begin_and_end_of_a_backward_are_told() -> None:
 def test_outside_of_a_backward_there_is_no_end_to_wait_for() -> None:
     with pytest.raises(RuntimeError):
         when_backward_ends(lambda: None)
+
+
+class Asks(torch.autograd.Function):
+    """The identity; its backward notes whether it knows that it is one."""
+
+    answers: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Asks.answers.append(is_in_backward())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        Asks.answers.append(is_in_backward())
+        return gradients[0]
+
+
+def test_a_backward_is_told_from_a_forward() -> None:
+    Asks.answers.clear()
+    result: Any = Asks.apply(torch.ones(2, requires_grad=True))
+    result.sum().backward()
+    assert Asks.answers == [False, True] and not is_in_backward()

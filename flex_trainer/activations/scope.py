@@ -299,6 +299,7 @@ class Scope:
         entry = self._entry(tensor)
         if entry is None:
             return self._refer(tensor)
+        self._note_change(entry, tensor)
         self._count(entry, tensor)
         return self._hold(entry, tensor)
 
@@ -309,6 +310,8 @@ class Scope:
         region = self._region
         assert region is not None
         known = self._table.get(tensor.untyped_storage()) if is_plain(tensor) else None
+        if known is not None:
+            self._note_change(known, tensor)
         if known is not None and not self._is_inside(known.owner, self._region_call):
             self._count(known, tensor)
             return self._hold(known, tensor)  # an input of the region, or a value from before it
@@ -327,6 +330,7 @@ class Scope:
         entry = self._entry(tensor)
         if entry is None:
             return PackedReference(tensor.detach(), self._name())
+        self._note_change(entry, tensor)
         return self._hold(entry, tensor)
 
     def _refer(self, tensor: torch.Tensor) -> PackedReference:
@@ -400,6 +404,22 @@ class Scope:
             self.ledger.demand(entry.num_bytes)
             if entry.region is not None and entry.version == tensor._version and self._is_whole(entry.region[0]):
                 self._drop(entry)
+
+    def _note_change(self, entry: _Entry, tensor: torch.Tensor) -> None:
+        """A storage that was changed in place since it was made (noise multiplied into a norm's output) is what the
+        code that changed it made, which is between the operators of the innermost block around its maker and its saver:
+        recomputing the maker does not bring it back, so neither a plan nor a run may count on that."""
+        if entry.version == tensor._version:
+            return
+        while entry.owner not in self._stack and entry.owner >= 0:
+            entry.owner = self._trace.calls[entry.owner].parent
+        at = self._stack.index(entry.owner) if entry.owner >= 0 else -1
+        entry.strategy = self._between[at] if at >= 0 else Strategy.KEEP
+        entry.version = tensor._version
+        entry.region = entry.stored = None
+        self.ledger.freed("recompute", -entry.dropped_bytes)
+        entry.dropped_bytes = 0
+        self._trace.values[entry.value].owner = entry.owner
 
     def _is_whole(self, region: Region) -> bool:
         """Whether a region can be run again in the backward of whoever saves one of its outputs now."""

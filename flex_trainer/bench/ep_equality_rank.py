@@ -17,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 from flex_trainer.activations.scope import Choices
 from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model
 from flex_trainer.config import FlexConfig
-from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.sharding import gathered_bytes
 from flex_trainer.planner.plan import Uniform
 from flex_trainer.runtime import FlexRuntime
@@ -126,7 +125,7 @@ def _pressing_limit_bytes(model: PreTrainedModel, batch: Mapping[str, Any]) -> i
         _step(model, batch, runtime)
     record = runtime.records[-1]
     assert not record.is_profile
-    least = runtime.part().minimum_plan(shape_of((), dict(batch)))
+    least = runtime.part().minimum_plan(runtime.part().inputs.shape_of((), dict(batch)))
     runtime.detach()
     most_bytes = record.predicted_peak_bytes - record.baseline_bytes
     above_bytes = least.peak_bytes + int(AUTO_SHARE * (most_bytes - least.peak_bytes))

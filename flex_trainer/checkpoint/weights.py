@@ -39,8 +39,9 @@ def load_weights(directory: Path, model: PreTrainedModel) -> None:
     Raises:
         ValueError: the files lack some of the model's weights.
     """
-    # Wide enough for every parameter: narrowing again is exact.
-    dtype = reduce(torch.promote_types, {p.dtype for p in model.parameters() if p.dtype.is_floating_point})
+    # Wide enough for every parameter and saved buffer: narrowing again is exact.
+    dtypes = {tensor.dtype for tensor in model.state_dict().values() if tensor.dtype.is_floating_point}
+    dtype = reduce(torch.promote_types, dtypes)
     arguments: dict[str, Any] = {"dtype": dtype, "config": copy.deepcopy(model.config)}
     if getattr(model, "is_distributed_loading_by_transformers", False):
         arguments["distributed_config"] = model.config.distributed_config

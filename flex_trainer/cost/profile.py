@@ -15,6 +15,8 @@ from flex_trainer.files import write_whole
 
 _FORMAT = 4
 _MUCH_LONGER = 2.0
+_MAX_KINDS = 64
+"""Kinds of batches that are remembered: what is trained may change again and again, into ever other kinds."""
 
 
 class Profile:
@@ -33,11 +35,16 @@ class Profile:
         """What is kept free since an allocation failed."""
         self.version = 0
         """Grows when anything but a time changed: plans made before may be wrong."""
+        self._versions: dict[str, int] = {}  # the version in which something about a kind of batch changed last
 
     def knows(self, shape: BatchShape) -> bool:
         """Whether sizes at this shape can be told, not only bounded: mostly after two or three shapes of a kind."""
-        structure = self._structure(shape)
+        structure = self._structure(shape) if shape.is_told else None
         return structure is not None and structure.is_sure(shape)
+
+    def version_of(self, shape: BatchShape) -> int:
+        """As `version`, for batches of this kind alone."""
+        return self._versions.get(_key(shape), 0)
 
     def is_longer_than_any(self, shape: BatchShape) -> bool:
         """Whether the sequences are much longer than any seen of this kind: the model might do something else with
@@ -53,8 +60,11 @@ class Profile:
 
     def observe(self, shape: BatchShape, trace: Trace, routed_pairs: Mapping[str, int]) -> None:
         """Learn sizes and times from one forward, real or symbolic; `routed_pairs`: what each experts block got."""
+        before = self.version
         is_news = self._structure_for(shape, trace).observe(shape, trace, routed_pairs)
         self.version += is_news
+        if self.version != before:
+            self._versions[_key(shape)] = self.version
 
     def _structure(self, shape: BatchShape) -> Structure | None:
         """The structure that a micro-batch of this shape is expected to have."""
@@ -76,7 +86,9 @@ class Profile:
 
     def _structure_for(self, shape: BatchShape, trace: Trace) -> Structure:
         """The structure of this trace, new if need be. The shape leaves any other structure that had it."""
-        known = self._structures.setdefault(_key(shape), [])
+        known = self._structures[_key(shape)] = self._structures.pop(_key(shape), [])  # the newest comes last
+        while len(self._structures) > _MAX_KINDS:
+            del self._structures[next(iter(self._structures))]
         at = (shape.batch_size, shape.sequence_length)
         found = next((structure for structure in known if structure.is_of(trace)), None)
         for structure in known:

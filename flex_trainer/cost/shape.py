@@ -12,9 +12,12 @@ class BatchShape:
     batch_size: int
     sequence_length: int
     kind: str = ""
-    """Which inputs there are, dtype and autocast: what may change the operators themselves."""
+    """Which inputs there are, dtype, autocast, what is trained and how it runs: what may change the operators."""
     has_padding: bool = False
     """Whether the attention mask masks anything; one that does not is skipped, and attention then runs another way."""
+    is_told: bool = True
+    """Whether the inputs tell their sizes. If not, this is like no other micro-batch: nothing known holds for it, and
+    nothing is learnt from it."""
 
     @property
     def num_tokens(self) -> int:

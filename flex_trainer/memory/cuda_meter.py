@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from typing import NamedTuple
@@ -43,6 +44,7 @@ class CudaMeter:
         self._window_start = _Sizes(0, 0)
         self._window_peak = _Sizes(0, 0)
         self._window_retries = 0
+        self._lock = threading.Lock()  # of the window's peak: autograd samples on a thread of its own
         self._next_sample = 0.0
         self._rounding = 1.0
         self._has_advised = False
@@ -70,8 +72,9 @@ class CudaMeter:
                 "FlexTrainer cannot manage a forward that is captured into a CUDA graph: its decisions and copies "
                 "change from one micro-batch to the next. Train without CUDA graphs, or detach before the capture."
             )
-        sizes, self._window_counter, self._window_retries = self._read()
-        self._window_start = self._window_peak = sizes
+        with self._lock:  # a reading taken before does not end up in this window
+            sizes, self._window_counter, self._window_retries = self._read()
+            self._window_start = self._window_peak = sizes
 
     def end_window(self) -> None:
         self._learn_rounding()
@@ -81,13 +84,12 @@ class CudaMeter:
     def sample(self) -> None:
         started = time.monotonic()
         if started >= self._next_sample:
-            self._note(self._read()[0])
+            self._note()
             ended = time.monotonic()
             self._next_sample = ended + max(SAMPLE_SECONDS, (ended - started) / _CUDA_SAMPLE_SHARE)
 
     def peak_bytes(self) -> int:
-        sizes, counter, _ = self._read()
-        self._note(sizes)
+        counter = self._note()
         return counter if counter > self._window_counter else self._window_peak.allocated_bytes
 
     def is_peak_exact(self) -> bool:
@@ -112,9 +114,13 @@ class CudaMeter:
         requested_bytes = stats["requested_bytes"]["all"]["current"] if "requested_bytes" in stats else 0
         return _Sizes(allocated["current"], requested_bytes), allocated["peak"], stats["num_alloc_retries"]
 
-    def _note(self, sizes: _Sizes) -> None:
-        if sizes.allocated_bytes > self._window_peak.allocated_bytes:
-            self._window_peak = sizes
+    def _note(self) -> int:
+        """Look now; returns the counter of the most ever allocated."""
+        with self._lock:
+            sizes, counter, _ = self._read()
+            if sizes.allocated_bytes > self._window_peak.allocated_bytes:
+                self._window_peak = sizes
+        return counter
 
     def _learn_rounding(self) -> None:
         """What the allocator took for this window's activations, over what was asked for: blocks come in steps of 512

@@ -10,9 +10,12 @@ Linux alone can cap.
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import platform
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flex_trainer.errors import UserError
@@ -22,14 +25,26 @@ from flex_trainer.units import format_bytes
 if sys.platform != "win32":
     import resource
 
-M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 131072
-"""glibc's option number (malloc.h) and its documented default value."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""glibc's option numbers (malloc.h)."""
+MMAP_THRESHOLD_BYTES = 131072
+"""Its documented default, from which it adapts."""
+_ADAPTED_MMAP_BYTES = 32 * 2**20 if sys.maxsize > 2**32 else 512 * 2**10
+"""What it adapts to at most (DEFAULT_MMAP_THRESHOLD_MAX), once a block as large was freed."""
+_ENVIRONMENT = {M_TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_", M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_"}
+_TUNABLES = {M_TRIM_THRESHOLD: "glibc.malloc.trim_threshold", M_MMAP_THRESHOLD: "glibc.malloc.mmap_threshold"}
 
 
-def trim_freed_memory() -> None:
-    """Give what malloc holds free back to the system now; nothing is changed for later. Without glibc: nothing."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+class _Wishes:
+    """Who wants freed memory returned now: malloc's options are those of the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_holders = 0
+        self.is_for_good = False
+
+
+_WISHES = _Wishes()
 
 
 def return_freed_memory() -> bool:
@@ -38,18 +53,80 @@ def return_freed_memory() -> bool:
     glibc serves large blocks by `mmap` and unmaps them when freed, but each such free raises its threshold, up to
     32 MiB; smaller blocks then come from the heap, which gives memory back only from its top. Setting the threshold
     turns that adaptation off (mallopt(3)), and what the heap holds free is trimmed now. It costs page faults: each new
-    tensor over 128 KiB is zeroed by the kernel again. glibc has no way to take the adaptation up again, so this holds
-    for the rest of the process.
+    tensor over 128 KiB is zeroed by the kernel again.
+
+    For the rest of the process's life; `hold_memory_returned` is the same for a while.
 
     Returns:
         True when set; False on systems without glibc, where nothing is changed.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
-    is_set = libc.mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(MMAP_THRESHOLD_BYTES)) == 1
+    with _WISHES.lock:
+        _WISHES.is_for_good = True
+        return _set_returning()
+
+
+def hold_memory_returned() -> Callable[[], None]:
+    """`return_freed_memory`, until the function that is returned is called; of several, the last one counts.
+
+    glibc cannot be told to adapt its threshold again: setting any of these options turns that off for good. So what is
+    put back is what adaptation ends at in a process that frees large tensors, 32 MiB (and twice that for the trimming
+    of the heap's top), or what the environment has set: MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, or the
+    GLIBC_TUNABLES of these names. After `return_freed_memory` nothing is put back.
+    """
+    with _WISHES.lock:
+        _WISHES.num_holders += 1
+        _set_returning()
+    is_held = True
+
+    def let_go() -> None:
+        nonlocal is_held
+        with _WISHES.lock:
+            if not is_held:
+                return
+            is_held = False
+            _WISHES.num_holders -= 1
+            if _WISHES.num_holders == 0 and not _WISHES.is_for_good:
+                _set_adapted()
+
+    return let_go
+
+
+def trim_freed_memory() -> None:
+    """Give the system what the heap holds free now; malloc's options stay as they are. Nothing without glibc."""
+    if _has_glibc():
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+def _set_returning() -> bool:
+    is_set = _has_glibc() and _set_option(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
     trim_freed_memory()
     return is_set
+
+
+def _set_adapted() -> None:
+    if _has_glibc():
+        mmap_bytes = _wish_of_environment(M_MMAP_THRESHOLD)
+        _set_option(M_MMAP_THRESHOLD, _ADAPTED_MMAP_BYTES if mmap_bytes is None else mmap_bytes)
+        trim_bytes = _wish_of_environment(M_TRIM_THRESHOLD)
+        _set_option(M_TRIM_THRESHOLD, 2 * _ADAPTED_MMAP_BYTES if trim_bytes is None else trim_bytes)
+
+
+def _wish_of_environment(option: int) -> int | None:
+    """What the process was started with, in bytes. A tunable wins over the older variable, as in glibc."""
+    tunables = dict(part.split("=", 1) for part in os.environ.get("GLIBC_TUNABLES", "").split(":") if "=" in part)
+    for text in (tunables.get(_TUNABLES[option]), os.environ.get(_ENVIRONMENT[option])):
+        if text is not None and text.isdecimal():  # glibc does not take other text either
+            return int(text)
+    return None
+
+
+def _set_option(option: int, value: int) -> bool:
+    return ctypes.CDLL(None).mallopt(ctypes.c_int(option), ctypes.c_int(min(value, 2**31 - 1))) == 1
+
+
+@functools.cache
+def _has_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"
 
 
 def enforce_process_limit(limit_bytes: int) -> int:

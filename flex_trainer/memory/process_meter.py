@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import resource
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -16,17 +17,19 @@ from flex_trainer.memory.meter import SAMPLE_SECONDS
 from flex_trainer.memory.process import cgroup_free_bytes, cgroup_limit_bytes, process_memory
 from flex_trainer.ranks import num_ranks_here
 
+_STATM = Path("/proc/self/statm")
+
 
 class ProcessMeter:
-    """Memory of this process, for models on the CPU."""
+    """Memory of this process, for models on the CPU.
+
+    In a forked child it measures the child: a window opened before the fork is the parent's.
+    """
 
     def __init__(self) -> None:
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._statm = _open_statm()
         self._window_high_water = 0
-        self._window_peak = 0
         self._next_sample = 0.0
-        self._sampler = _Sampler(self.sample)
+        self._sampler = _Sampler.of(self)
 
     def auto_bytes(self) -> int:
         """The ranks on this machine share what is free, and each asks at about the same time."""
@@ -40,29 +43,28 @@ class ProcessMeter:
         return whole // num_ranks_here()
 
     def in_use_bytes(self) -> int:
-        return self._read()[0]
+        return self._here.memory.read()[0]
 
     def left_bytes(self, limit_bytes: int) -> int:
         return min([limit_bytes - self.in_use_bytes(), *self._data_limit_left()])
 
     def start_window(self) -> None:
         self._window_high_water = process_memory().peak_rss_bytes
-        self._window_peak = self.in_use_bytes()
-        self._sampler.resume()
+        self._here.open()
 
     def end_window(self) -> None:
-        self._sampler.pause()
+        self._here.pause()
 
     def sample(self) -> None:
         now = time.monotonic()
         if now >= self._next_sample:
             self._next_sample = now + SAMPLE_SECONDS
-            self._note()
+            self._here.note()
 
     def peak_bytes(self) -> int:
-        self._note()
+        window_peak = self._here.note()
         high_water = process_memory().peak_rss_bytes
-        return high_water if high_water > self._window_high_water else self._window_peak
+        return high_water if high_water > self._window_high_water else window_peak
 
     def is_peak_exact(self) -> bool:
         return True  # a thread samples all the time, whatever operators do
@@ -73,54 +75,83 @@ class ProcessMeter:
     def shortage(self, wanted_bytes: int = 0) -> str:
         return ""
 
-    def _note(self) -> None:
-        self._window_peak = max(self._window_peak, self.in_use_bytes())
-
     def _data_limit_left(self) -> list[int]:
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-        return [] if limit == resource.RLIM_INFINITY else [limit - self._read()[1]]
+        return [] if limit == resource.RLIM_INFINITY else [limit - self._here.memory.read()[1]]
 
-    def _read(self) -> tuple[int, int]:
-        """Resident and data bytes."""
+    @property
+    def _here(self) -> _Sampler:
+        """The sampler of this process. A fork leaves the thread behind, an open file of the parent's memory, and a lock
+        that the thread may have held: a child begins anew."""
+        if self._sampler.pid != os.getpid():
+            self._sampler = _Sampler.of(self)
+        return self._sampler
+
+
+class _Memory:
+    """Resident and data bytes of the process in which it was made."""
+
+    def __init__(self) -> None:
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        # A file object and not a number: it is closed when nobody can read it any more, and only then.
+        self._statm = _STATM.open("rb", buffering=0) if _STATM.exists() else None
+
+    def read(self) -> tuple[int, int]:
         if self._statm is None:
             rss = psutil.Process().memory_info().rss
             return rss, rss
-        fields = os.pread(self._statm, 256, 0).split()
+        fields = os.pread(self._statm.fileno(), 256, 0).split()
         return int(fields[1]) * self._page_bytes, int(fields[5]) * self._page_bytes
-
-    def __del__(self) -> None:
-        self._sampler.resume()  # wakes the thread, which then ends
-        if self._statm is not None:
-            os.close(self._statm)
 
 
 class _Sampler:
-    """Calls a function every few milliseconds while a window is open, to see what operators need while they run."""
+    """The peak of a window, and a thread that looks every few milliseconds while one is open, to see what operators
+    need while they run.
+
+    The thread and the meter share this object, so that the file it reads lives as long as either. The thread ends when
+    the meter is gone. It is told so by a finalizer, which may run anywhere, also inside of code that holds a lock: a
+    SimpleQueue is made for that.
+    """
 
     _INTERVAL_SECONDS = 0.003
 
-    def __init__(self, sample: Callable[[], None]) -> None:
-        self._sample = weakref.WeakMethod(sample)
-        self._is_open = threading.Event()
-        threading.Thread(target=self._run, name="flex-memory", daemon=True).start()
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.memory = _Memory()
+        self._lock = threading.Lock()
+        self._peak_bytes = 0
+        self._orders: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # open, pause; None: end
+        self._has_thread = False
 
-    def resume(self) -> None:
-        self._is_open.set()
+    @classmethod
+    def of(cls, meter: ProcessMeter) -> _Sampler:
+        """A sampler whose thread ends with `meter`."""
+        sampler = cls()
+        weakref.finalize(meter, sampler._orders.put, None)
+        return sampler
+
+    def open(self) -> None:
+        """Begin a window: its peak is what is in use now."""
+        with self._lock:  # a reading taken before does not end up in this window
+            self._peak_bytes = self.memory.read()[0]
+        if not self._has_thread:
+            self._has_thread = True
+            threading.Thread(target=self._run, name="flex-memory", daemon=True).start()
+        self._orders.put(True)
 
     def pause(self) -> None:
-        self._is_open.clear()
+        self._orders.put(False)
+
+    def note(self) -> int:
+        """Look now; returns the peak of the window."""
+        with self._lock:
+            self._peak_bytes = max(self._peak_bytes, self.memory.read()[0])
+            return self._peak_bytes
 
     def _run(self) -> None:
-        while True:
-            self._is_open.wait()
-            sample = self._sample()
-            if sample is None:  # the meter is gone
-                return
-            sample()
-            del sample
-            time.sleep(self._INTERVAL_SECONDS)
-
-
-def _open_statm() -> int | None:
-    path = "/proc/self/statm"
-    return os.open(path, os.O_RDONLY) if os.path.exists(path) else None
+        is_open: bool | None = False
+        while is_open is not None:
+            try:
+                is_open = self._orders.get(timeout=self._INTERVAL_SECONDS) if is_open else self._orders.get()
+            except queue.Empty:
+                self.note()

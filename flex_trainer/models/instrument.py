@@ -27,7 +27,7 @@ from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
 from flex_trainer.models.expert_parallel import ManagedOperators
 from flex_trainer.models.experts import part_sites, run_in_scope, split_experts_forward
-from flex_trainer.models.routing import NoListener, Routing, RoutingListener
+from flex_trainer.models.routing import NoListener, Routing, RoutingListener, top_k_index_of
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 
@@ -121,7 +121,7 @@ class Instrumentation:
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                top_k_index = _top_k_index(args, kwargs)
+                top_k_index = top_k_index_of(args, kwargs)
                 if top_k_index is not None:
                     # Another dispatch than ours gets ids of all ranks' experts here, and tells nothing of what comes.
                     is_spread = bool(getattr(module, "_is_expert_parallel", False))
@@ -205,12 +205,6 @@ def _module_forward(operator: Operator, outside: Outside) -> Callable[..., Calla
         return _in_scope(run, original, operator.site, outside)
 
     return make
-
-
-def _top_k_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The routing decision among the arguments of an experts module: the integer (N, K) tensor."""
-    candidates = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    return next((t for t in candidates if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool), None)
 
 
 class _Registries:

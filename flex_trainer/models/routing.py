@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -64,6 +64,12 @@ class Routing:
             is_replay_agreed=layout.is_replay_agreed,
             is_replay_acceptable=layout.is_replay_acceptable,
         )
+
+
+def top_k_index_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The routing decision among the arguments of an experts module: the integer (N, K) tensor."""
+    candidates = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return next((t for t in candidates if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool), None)
 
 
 class RoutingListener(Protocol):

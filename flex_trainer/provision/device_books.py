@@ -79,13 +79,18 @@ class DeviceBooks:
     def limit_text(self) -> str:
         return f"memory_limit={self.config.memory_limit!r} ({format_bytes(self.limit_bytes)})"
 
-    def measure(self) -> tuple[int, int]:
+    def measure(self, expected_excess_bytes: int = 0) -> tuple[int, int]:
         """Bytes in use, and bytes that a plan may use beside them. Notes which limit is the nearest: something harder
-        than memory_limit may be (a data limit, other processes on the device), and shares are then shares of that."""
+        than memory_limit may be (a data limit, other processes on the device), and shares are then shares of that.
+
+        Args:
+            expected_excess_bytes: kept free for what is held beyond a plan, as experience has it.
+        """
         in_use_bytes = self.meter.in_use_bytes()
         left_bytes = self.meter.left_bytes(self.limit_bytes)
         self.nearest_bytes = min(self.limit_bytes, in_use_bytes + max(left_bytes, 0))
-        return in_use_bytes, left_bytes - self.gathered_bytes - self._reserve_bytes() - self.margin.num_bytes
+        left_bytes -= self.gathered_bytes + self._reserve_bytes() + self.margin.num_bytes + expected_excess_bytes
+        return in_use_bytes, left_bytes
 
     @property
     def budget_step_bytes(self) -> int:

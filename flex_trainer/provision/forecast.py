@@ -63,6 +63,7 @@ class Forecast:
         if (
             not self._is_enabled
             or self.refusal is not None
+            or not shape.is_told
             or (profile.knows(shape) and not profile.is_longer_than_any(shape))
         ):
             return 0.0

@@ -47,6 +47,8 @@ class MicroBatch:
     num_replans: int = 0
     routed_pairs: dict[str, int] = field(default_factory=dict)
     loads: Loads = field(default_factory=Loads)
+    expected_excess_bytes: int = 0
+    """Held beyond what the plan says, as experience with this kind of batch has it."""
     excess_bytes: int = 0
     """Held beyond what was predicted, as of the last re-plan."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -163,7 +165,7 @@ class MicroBatch:
         if self.plan is None:
             return 0
         others_bytes = self.backward_base_bytes - self.actual_bytes if self.is_covered else 0
-        return max(self.baseline_bytes, others_bytes) + self.plan.peak_bytes
+        return max(self.baseline_bytes, others_bytes) + self.plan.peak_bytes + self.expected_excess_bytes
 
     def record(self, limit_bytes: int) -> MicroBatchRecord:
         """What is remembered of it, once its backward has ended."""
@@ -175,7 +177,7 @@ class MicroBatch:
             num_tokens=self.shape.num_tokens,
             imbalance=self._imbalance(),
             budget_bytes=self.budget_bytes,
-            predicted_bytes=plan.predicted_bytes if plan is not None else 0,
+            predicted_bytes=plan.predicted_bytes + self.expected_excess_bytes if plan is not None else 0,
             actual_bytes=self.actual_bytes,
             freed_bytes=dict(self.ledger.freed_bytes),
             plan_ms=self.plan_seconds * 1e3,

@@ -22,10 +22,12 @@ from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.errors import UserError
 from flex_trainer.files import check_writable
+from flex_trainer.models.inputs import Inputs
 from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Plan, Uniform
 from flex_trainer.provision.device_books import BudgetTakenError, DeviceBooks, MemoryLimitError
 from flex_trainer.provision.forecast import Forecast
+from flex_trainer.provision.held_errors import HeldErrors
 from flex_trainer.provision.loads import Loads, RecentLoads
 from flex_trainer.provision.managed_model import ManagedModel
 from flex_trainer.provision.micro_batch import MicroBatch
@@ -75,11 +77,14 @@ class ModelPart:
         is_known = earlier is not None and earlier.managed.fingerprint == managed.fingerprint
         if is_known and earlier is not None:
             self.profile, self.recent_loads = earlier.profile, earlier.recent_loads
+            self.held_errors = earlier.held_errors
         else:
             self.profile = self._seed_profile(resumed_profile)
             self.recent_loads = RecentLoads()
+            self.held_errors = HeldErrors()
         if is_alone and not (is_known and earlier is not None and earlier._books is books):
             books.start_at(self.profile.transient_factor, self.profile.margin_bytes)
+        self.inputs = Inputs(managed.module)
         self.forecast = Forecast(managed.module, managed.map, managed.device, self._config.trace)
         self.plans = PlanCache(self._config, self.profile, books.correction, books.offloading)
         self.next_number = 0 if earlier is None else earlier.next_number
@@ -112,7 +117,8 @@ class ModelPart:
         """
         started = time.perf_counter()
         books = self._books
-        in_use_bytes, left_bytes = books.measure()
+        expected_excess_bytes = self.held_errors.expected_bytes(shape)
+        in_use_bytes, left_bytes = books.measure(expected_excess_bytes)
         gradients = self.managed.gradients.now()
         books.budgets.begin()
         is_known = self.profile.knows(shape)
@@ -125,7 +131,7 @@ class ModelPart:
                 # The first plan of a structure leaves something behind (its tables, buffers of the libraries it uses),
                 # which on a CPU comes out of the same memory.
                 earlier_bytes = left_bytes
-                in_use_bytes, left_bytes = books.measure()
+                in_use_bytes, left_bytes = books.measure(expected_excess_bytes)
                 if earlier_bytes - left_bytes <= books.budget_step_bytes:
                     break
             plan = provision.plan
@@ -135,11 +141,13 @@ class ModelPart:
                 available_bytes = provision.available_bytes
                 is_guess = self.managed.is_spread
                 least = self.plans.plan(shape, available_bytes, gradients, NOTHING_COMES) if is_guess else plan
-                self._check_least(shape, least, in_use_bytes, left_bytes + books.margin.num_bytes, can_roll_back)
+                all_left_bytes = left_bytes + books.margin.num_bytes + expected_excess_bytes
+                self._check_least(shape, least, in_use_bytes, all_left_bytes, can_roll_back)
             micro_batch = MicroBatch(
                 shape, plan, plan, in_use_bytes, provision.available_bytes, provision.budget_bytes, gradients
             )
             micro_batch.loads = Loads(self.recent_loads.expected)
+            micro_batch.expected_excess_bytes = expected_excess_bytes
         else:
             unknown = Uniform(self._most_effective())
             micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0), gradients)
@@ -157,7 +165,7 @@ class ModelPart:
             planned_pairs = self.profile.pairs(micro_batch.shape, site.name)
             # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
             held_bytes = micro_batch.ledger.held_bytes - self._books.offloading.in_flight_bytes
-            excess_bytes = held_bytes - plan.held_until(site.layer)
+            excess_bytes = held_bytes - plan.held_until(site.layer) - micro_batch.expected_excess_bytes
             has_other_load = micro_batch.loads.needs_replan(site, routing, plan, planned_pairs)
             has_more = excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self._books.limit_bytes
             if not has_other_load and not has_more or self._keeps_all_anyway(micro_batch, plan, excess_bytes):
@@ -204,8 +212,10 @@ class ModelPart:
                 # smaller.
                 micro_batch.plan = self._as_it_ran(micro_batch)
             trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
-            if trace is None:
-                return  # nothing arrived in some layer, so its sizes are not known
+            if micro_batch.plan is not None:
+                self.held_errors.observe(micro_batch.shape, micro_batch.plan.predicted_bytes, micro_batch.actual_bytes)
+            if trace is None or not micro_batch.shape.is_told:
+                return  # nothing arrived in some layer, or it could not be told how long it was: no sizes are known
             self.profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
             # With sizes known by now, see what the model would have said of a run that was there to measure them.
             plan = micro_batch.plan or self._as_it_ran(micro_batch)

@@ -43,7 +43,7 @@ class PlanCache:
         self._offloading = offloading
         self._method_choice = MethodChoice(config.planner)
         self._plans: dict[tuple[object, ...], tuple[str, Plan]] = {}  # with the method that made it
-        self._planners: dict[tuple[BatchShape, str, Expected], MitigationPlanner] = {}
+        self._planners: dict[tuple[BatchShape, int, str, Expected], MitigationPlanner] = {}
         self._graphs: dict[BatchShape, ActivationGraph] = {}
         self._graphs_made_in = -1
         self._made_in: tuple[object, ...] = ()
@@ -59,21 +59,22 @@ class PlanCache:
         self, shape: BatchShape, available_bytes: int, gradients: GradientBytes, expected: Expected = EXPECTED
     ) -> Plan:
         """The plan of a micro-batch of a shape that the profile knows."""
-        state = (self._profile.version, self.strategies, self._correction.factor)
+        state = (self.strategies, self._correction.factor)
         if state != self._made_in:
             self._plans.clear()
             self._planners.clear()
             self._made_in = state
-        key = (shape, available_bytes, gradients.key, expected)
+        version = self._profile.version_of(shape)
+        key = (shape, version, available_bytes, gradients.key, expected)
         made_by, plan = self._plans.get(key, ("", None))
         method = self._method_choice.method
         # A plan of Algorithm 2 is made anew once better ones pay; one that adds no time cannot be bettered.
         is_outdated = plan is not None and method == "optimal" and made_by != method and plan.added_seconds > 0
         if plan is None or is_outdated:
-            planner = self._planners.get((shape, method, expected))
+            planner = self._planners.get((shape, version, method, expected))
             if planner is None:
                 planner = self._planner(expected.graph(self._profile.graph(shape)), method)
-                _put_bounded(self._planners, (shape, method, expected), planner, _MAX_PLANNERS)
+                _put_bounded(self._planners, (shape, version, method, expected), planner, _MAX_PLANNERS)
             plan = self._make(planner, method, available_bytes, gradients, None)
             _put_bounded(self._plans, key, (method, plan), _MAX_PLANS)
         return plan

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Scope
@@ -34,6 +34,7 @@ from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Uniform
 from flex_trainer.strategy import Site, Strategy
+from flex_trainer.symbolic.arguments import with_fakes
 from flex_trainer.symbolic.attention import FusedAttention
 from flex_trainer.symbolic.counter import NotSymbolic, OperationCounter
 from flex_trainer.symbolic.leftovers import Leftovers
@@ -106,12 +107,14 @@ class SymbolicModel:
         Raises:
             NotSymbolic: what the model does depends on data, or an operation has no shape rule.
         """
-        _refuse_objects((args, dict(kwargs)))
+        fakes: dict[int, torch.Tensor] = {}
+        try:
+            args, kwargs = with_fakes((args, dict(kwargs)), self._fakes(fakes))
+        except TypeError as error:
+            raise NotSymbolic(str(error)) from error
         run = _Run(self._twin, self._parameters, has_padding)
-        args, kwargs = tree_map_only(torch.Tensor, self._fakes(), (args, dict(kwargs)))
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                run.counter.watch(leaf)  # what autograd saves of the inputs is held as well
+        for leaf in fakes.values():
+            run.counter.watch(leaf)  # what autograd saves of the inputs is held as well
         instrumentation = Instrumentation(self._twin, self._map, run)
         try:
             with ExitStack() as stack:
@@ -133,9 +136,8 @@ class SymbolicModel:
         """Finds out, once this is gone, whether tensors of its traces are still alive."""
         return Leftovers(self._mode, self._twin)
 
-    def _fakes(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Makes fake tensors; of one that is given twice (ids that are labels too), one."""
-        known: dict[int, torch.Tensor] = {}
+    def _fakes(self, known: dict[int, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Makes fake tensors and puts them into `known`; of one that is given twice (ids that are labels too), one."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in known:
@@ -145,13 +147,6 @@ class SymbolicModel:
             return known[id(tensor)]
 
         return fake
-
-
-def _refuse_objects(arguments: Any) -> None:
-    """Refuse arguments that the forward might change: a cache, for one, would be given fake tensors to keep."""
-    for leaf in tree_leaves(arguments):
-        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))):
-            raise NotSymbolic(f"an argument is a {type(leaf).__name__}, which the forward might change")
 
 
 class _SymbolicScope(Scope):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import sys
 import threading
 import time
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -62,21 +65,118 @@ def test_a_peak_between_samples_is_seen_by_the_sampler_or_the_high_water_mark() 
     meter.end_window()
 
 
-def num_samplers() -> int:
-    return sum(thread.name == "flex-memory" for thread in threading.enumerate())
+def samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "flex-memory"]
 
 
-def test_sampler_ends_with_its_meter() -> None:
+def test_sampler_ends_with_its_meter_and_the_file_after_it() -> None:
     gc.collect()
-    before = num_samplers()
+    before = samplers()
+    meter = ProcessMeter()
+    assert samplers() == before, "nothing is sampled before a window is opened"
+    meter.start_window()
+    (thread,) = set(samplers()) - set(before)
+    file = weakref.ref(meter._sampler.memory._statm)
+    number = meter._sampler.memory._statm.fileno()
+    is_held = threading.Event()
+    sampler = meter._sampler
+    sampler.note = lambda: is_held.wait(5) or 0  # type: ignore[method-assign]  # the thread is in the middle of a sample
+    time.sleep(0.02)
+    del sampler, meter
+    assert thread.is_alive() and file() is not None
+    os.fstat(number)  # open still
+    is_held.set()
+    thread.join(5)
+    assert not thread.is_alive()
+    gc.collect()
+    assert file() is None
+
+
+def test_meters_that_are_dropped_leave_no_thread_no_file_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    gc.collect()
+    before = set(samplers())
+    num_files = len(os.listdir("/proc/self/fd"))
+    for number in range(200):
+        meter = ProcessMeter()
+        meter.start_window()
+        if number % 2:
+            meter.end_window()
+        del meter
+        with open(os.devnull):  # takes the number of a file that was closed
+            pass
+    for thread in set(samplers()) - before:
+        thread.join(5)
+    assert errors == [] and set(samplers()) <= before
+    assert len(os.listdir("/proc/self/fd")) == num_files
+
+
+def test_no_peak_is_lost_between_threads_and_none_enters_the_next_window(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = ProcessMeter()
     meter.start_window()
-    assert num_samplers() == before + 1
-    del meter
-    deadline = time.monotonic() + 5
-    while num_samplers() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert num_samplers() == before
+    meter.end_window()
+    time.sleep(0.02)
+    reading, is_read, may_go_on = [10**12], threading.Event(), threading.Event()
+
+    class Slow:
+        """Another thread's reading takes long."""
+
+        def read(self) -> tuple[int, int]:
+            now = reading[0]
+            if threading.current_thread() is not threading.main_thread():
+                is_read.set()
+                may_go_on.wait(5)
+            return now, now
+
+    monkeypatch.setattr(meter._sampler, "memory", Slow())
+    other = threading.Thread(target=meter._sampler.note)
+    other.start()
+    assert is_read.wait(5)
+    threading.Timer(0.05, may_go_on.set).start()
+    reading[0] = 5
+    meter.start_window()  # waits for the one that is under way: its 10**12 belongs to the window before
+    meter._sampler.pause()
+    assert meter._sampler.note() == 5
+    other.join()
+    # Two threads at once: the higher one of two readings stays.
+    is_read.clear(), may_go_on.clear()
+    reading[0] = 7
+    other = threading.Thread(target=meter._sampler.note)
+    other.start()
+    assert is_read.wait(5)
+    threading.Timer(0.05, may_go_on.set).start()
+    reading[0] = 9
+    meter._sampler.note()
+    other.join()
+    assert meter._sampler.note() == 9
+
+
+# Called in a fresh process by name: it forks.
+def child_forks_inside_a_window() -> dict[str, int]:
+    meter = ProcessMeter()
+    meter.start_window()
+    read_end, write_end = os.pipe()
+    meter._sampler._lock.acquire()  # as the thread may have it when the fork comes
+    child = os.fork()
+    if child == 0:
+        meter.start_window()
+        before = meter.in_use_bytes()
+        block = torch.ones(64 * MIB // 4)
+        time.sleep(0.1)  # for the child's own thread
+        grown = meter._sampler._peak_bytes - before
+        del block
+        os.write(write_end, str(grown).encode())
+        os._exit(0)
+    meter._sampler._lock.release()
+    _, status = os.waitpid(child, 0)
+    return {"grown": int(os.read(read_end, 64)), "status": status, "parent": meter._sampler.note()}
+
+
+def test_a_forked_child_measures_itself() -> None:
+    result = run_in_subprocess(f"{__name__}:child_forks_inside_a_window", env={"OMP_NUM_THREADS": "1"})
+    assert result.exit_code == 0, result.stderr
+    assert result.value["status"] == 0 and result.value["grown"] > 56 * MIB
 
 
 def test_left_is_what_the_limit_leaves() -> None:
@@ -124,13 +224,13 @@ def test_samples_are_a_millisecond_apart_and_the_peak_looks_at_once(monkeypatch:
     meter.end_window()  # the thread that samples rests
     time.sleep(0.02)
     readings = iter(range(10**9, 2 * 10**9))
-    monkeypatch.setattr(meter, "in_use_bytes", lambda: next(readings))
+    monkeypatch.setattr(meter._sampler.memory, "read", lambda: (next(readings), 0))
     monkeypatch.setattr(time, "monotonic", lambda: 1e9)
     for _ in range(100):
         meter.sample()
-    assert meter._window_peak == 10**9, "one reading for all of them"
-    meter._note()
-    assert meter._window_peak == 10**9 + 1
+    assert meter._sampler._peak_bytes == 10**9, "one reading for all of them"
+    meter._sampler.note()
+    assert meter._sampler._peak_bytes == 10**9 + 1
     monkeypatch.setattr(time, "monotonic", lambda: 1e9 + 0.002)
     meter.sample()
-    assert meter._window_peak == 10**9 + 2
+    assert meter._sampler._peak_bytes == 10**9 + 2

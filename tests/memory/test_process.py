@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import platform
+import resource
 import sys
 from typing import Any
 
 import pytest
 import torch
 
-from flex_trainer.memory.enforce import enforce_process_limit, process_limit, return_freed_memory
+import flex_trainer.memory.enforce as enforce
+from flex_trainer.memory.enforce import (
+    enforce_process_limit,
+    hold_memory_returned,
+    process_limit,
+    return_freed_memory,
+)
 from flex_trainer.memory.process import process_memory, reset_peak_rss
 from flex_trainer.testing.processes import run_in_subprocess
 
@@ -62,6 +69,54 @@ def child_frees(num_bytes: int) -> dict[str, Any]:
         held = process_memory().rss_bytes
         del tensors[:]
     return {"is_set": is_set, "held": held - before, "kept": process_memory().rss_bytes - before}
+
+
+def child_holds_for_a_while() -> dict[str, Any]:
+    """Page faults of steps that make and free tensors of 4 MiB: before, while and after freed memory is returned."""
+
+    def num_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20):
+            x = torch.ones(2**20)
+            y = x + 1
+            del x, y
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    found: dict[str, Any] = {}
+    first, second = hold_memory_returned(), hold_memory_returned()
+    found["held"] = num_faults()
+    first()
+    first()  # once more does nothing
+    found["still held"] = num_faults()
+    second()
+    num_faults()
+    found["let go"] = num_faults()
+    return_freed_memory()
+    hold_memory_returned()()
+    found["for good"] = num_faults()
+    return found
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_memory_is_returned_for_a_while_and_for_good() -> None:
+    result = run_in_subprocess(f"{__name__}:child_holds_for_a_while", env={"OMP_NUM_THREADS": "1"})
+    assert result.exit_code == 0, result.stderr
+    assert min(result.value[name] for name in ("held", "still held", "for good")) > 20 * 1024
+    assert result.value["let go"] < 1024
+
+
+def test_what_the_environment_set_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[tuple[int, int]] = []
+    monkeypatch.setattr(enforce, "_set_option", lambda option, value: options.append((option, value)) or True)
+    monkeypatch.setattr(enforce, "_has_glibc", lambda: True)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
+    enforce._set_adapted()
+    assert options == [(enforce.M_MMAP_THRESHOLD, 1_000_000), (enforce.M_TRIM_THRESHOLD, 64 * MIB)]
+    options.clear()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=3000000:glibc.malloc.mmap_threshold=2000000")
+    enforce._set_adapted()
+    assert options == [(enforce.M_MMAP_THRESHOLD, 2_000_000), (enforce.M_TRIM_THRESHOLD, 3_000_000)]
 
 
 def test_reading_follows_an_allocation() -> None:
