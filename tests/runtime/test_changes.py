@@ -94,7 +94,7 @@ def test_inputs_that_tell_nothing_are_never_planned_as_others_were() -> None:
     for length in (16, 16, 256):
         record = run(runtime, model(tiny_batch(inner, 2, size) for size in [length]))
         assert record.is_profile and record.freed_bytes["recompute"] > 0
-    assert runtime._provisioner is not None and not runtime._provisioner._profile._structures
+    assert not runtime.part().profile._structures
 
 
 def set_attention(model: PreTrainedModel, on: bool) -> None:
@@ -173,12 +173,11 @@ def test_a_state_that_comes_back_finds_its_plans() -> None:
         unfreeze(model, on)
         for _ in range(4):
             run(runtime, model(**tiny_batch(model, 2, 64)).loss)
-    assert runtime._provisioner is not None
-    num_made = runtime._provisioner._plans.num_made
+    num_made = runtime.part().plans.num_made
     for on in (True, False, True):
         unfreeze(model, on)
         assert run(runtime, model(**tiny_batch(model, 2, 64)).loss).trace_ms == 0
-    assert runtime._provisioner._plans.num_made == num_made
+    assert runtime.part().plans.num_made == num_made
 
 
 @pytest.mark.parametrize("limit_bytes", [1_450_000, 1_250_000])
