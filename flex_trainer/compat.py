@@ -87,7 +87,7 @@ def keeps_graph() -> bool:
 
     Private in torch 2.13; goes when it is public.
     """
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -79,10 +79,11 @@ class ModuleValues:
             for buffer in buffers
             if not (buffer.is_inference() or _overlaps_itself(buffer))
         }
-        trained = [parameter for record in self._base for parameter in record.parameters()]
-        self._trained = [(parameter, parameter.requires_grad) for parameter in trained]
-        if earlier is not None and _same_items(self._trained, earlier._trained):
+        if earlier is not None and all(parameter.requires_grad == is_on for parameter, is_on in earlier._trained):
             self._trained = earlier._trained
+        else:
+            trained = (parameter for record in self._base for parameter in record.parameters())
+            self._trained = [(parameter, parameter.requires_grad) for parameter in trained]
 
     def _records(self) -> Iterator[_ModuleRecord]:
         return (self._changed.get(index, record) for index, record in enumerate(self._base))
@@ -137,13 +138,9 @@ class _ModuleRecord:
 
 
 def _same_values(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    if not first or not second:
+        return not first and not second
     return len(first) == len(second) and all(second.get(name, _MISSING) is value for name, value in first.items())
-
-
-def _same_items(first: Sequence[tuple[Any, bool]], second: Sequence[tuple[Any, bool]]) -> bool:
-    return len(first) == len(second) and all(
-        a is b and is_a == is_b for (a, is_a), (b, is_b) in zip(first, second, strict=True)
-    )
 
 
 def _put_back(now: dict[str, Any], then: Mapping[str, Any]) -> None:

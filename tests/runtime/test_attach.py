@@ -146,7 +146,7 @@ def test_the_device_of_a_model_is_not_that_of_the_next(model: PreTrainedModel) -
     assert runtime.device.type == "cpu"
     runtime.detach()
     with pytest.raises(ValueError, match="on cpu and cuda devices, not on 'meta'"):
-        runtime.attach(tiny_model("llama").to("meta"))
+        runtime.attach(tiny_model("llama").to("meta"))  # type: ignore[arg-type]
     assert not runtime.is_attached and runtime.limit_bytes == 20 * 2**30
 
 

@@ -121,7 +121,8 @@ def test_two_parts_in_one_process(run: Any, actions: str, most_in_flight: int) -
     runtime.follow_schedule(most_in_flight)
     pipeline = Pipeline(runtime, first, last)
     for _ in range(2):  # the first time, what cannot be traced is found out
-        first.zero_grad(), last.zero_grad()
+        first.zero_grad()
+        last.zero_grad()
         before = runtime.records.num_total
         most = 0
         for action in actions.split(", "):
