@@ -173,9 +173,7 @@ class Estimator:
 
     def _sent_rows(self, settings: Settings) -> int:
         skeleton, num_tokens = self.skeleton, settings.batch_size * settings.sequence_length
-        return sent_rows(
-            num_tokens, skeleton.num_chosen_experts, skeleton.num_experts, settings.ep, settings.dispatch
-        )
+        return sent_rows(num_tokens, skeleton.num_chosen_experts, skeleton.num_experts, settings.ep, settings.dispatch)
 
     def _exchange_seconds(self, settings: Settings) -> float:
         """One way, of one layer, with balanced routing."""

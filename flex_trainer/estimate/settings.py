@@ -94,4 +94,3 @@ def _precision(training: dict[str, object], compute_dtype: torch.dtype) -> Preci
     if autocast is not None or compute_dtype in (torch.bfloat16, torch.float16):
         return Precision(autocast, "bfloat16")  # float16 runs as fast
     return Precision(None, "tf32" if training.get("tf32") else "float32")
-

@@ -46,7 +46,10 @@ def launched_deepspeed_problem(training: Mapping[str, Any], is_sharded: bool) ->
     if os.environ.get(_ENVIRONMENT, "").lower() in ("1", "true"):
         stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-        section = {"zero_stage": int(stage) if stage.isdigit() else 2, **({"deepspeed_config_file": file} if file else {})}
+        section = {
+            "zero_stage": int(stage) if stage.isdigit() else 2,
+            **({"deepspeed_config_file": file} if file else {}),
+        }
         settings = {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
     return deepspeed_problem(settings, training, is_sharded)
 

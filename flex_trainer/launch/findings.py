@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flex_trainer.launch.accelerate import fsdp_on_cpu, launch_command, launch_problems, parallel_problems, read_settings
+from flex_trainer.launch.accelerate import (
+    fsdp_on_cpu,
+    launch_command,
+    launch_problems,
+    parallel_problems,
+    read_settings,
+)
 from flex_trainer.launch.deepspeed import deepspeed_problem
 from flex_trainer.launch.recipe import Recipe
 from flex_trainer.launch.yaml import RecipeError, read_yaml

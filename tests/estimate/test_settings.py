@@ -26,7 +26,9 @@ MIXTRAL = (
 
 def test_a_limit_above_the_device_is_refused(tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path), ["flex.memory_limit=90GiB"])
-    with pytest.raises(ValueError, match=r"flex.memory_limit='90GiB' is 90\.\d+ GiB, more than the 79.1\d* GiB of NVIDIA"):
+    with pytest.raises(
+        ValueError, match=r"flex.memory_limit='90GiB' is 90\.\d+ GiB, more than the 79.1\d* GiB of NVIDIA"
+    ):
         settings_of(recipe, DEVICE, None, torch.float32)
 
 
