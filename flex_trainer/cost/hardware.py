@@ -127,8 +127,8 @@ def knee_bytes(roofline: Roofline) -> float:
 _GB, _TB, _TERA, _GIB = 10**9, 10**12, 10**12, 2**30
 
 # Links of a device are printed as the sum of both directions by NVIDIA and AMD (NVLink, Infinity Fabric, PCIe); half of
-# it is what one direction carries. Memory is what torch reports (`total_memory`): a printed GB of it is nearly a GiB, less
-# what the device keeps for itself. For the card of the paper, which cannot be asked, it is as printed, in GiB.
+# it is what one direction carries. Memory is what torch reports (`total_memory`): a printed GB of it is nearly a GiB,
+# less what the device keeps for itself. For the card of the paper, which cannot be asked, it is as printed, in GiB.
 _TABLE = (
     Hardware(
         name="h100",

@@ -152,8 +152,8 @@ def fsdp_on_cpu(kind: str) -> str:
         kind: what asks for it.
     """
     return (
-        f"{kind} does not shard on CPU processes: accelerate shards on GPUs only, so every process holds the whole model "
-        "(DDP); to shard on CPUs, use parallel: {fsdp: N} with distributed_type: MULTI_GPU"
+        f"{kind} does not shard on CPU processes: accelerate shards on GPUs only, so every process holds the whole "
+        "model (DDP); to shard on CPUs, use parallel: {fsdp: N} with distributed_type: MULTI_GPU"
     )
 
 

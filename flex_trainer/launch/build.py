@@ -62,8 +62,8 @@ def check_output(recipe: Recipe) -> None:
     for one in (path, *path.parents):
         if one.exists() and not one.is_dir():
             raise RecipeError(
-                f"{recipe.path.name}: training.output_dir: {str(path)!r} cannot be a directory: {str(one)!r} is a file; "
-                "choose another"
+                f"{recipe.path.name}: training.output_dir: {str(path)!r} cannot be a directory: {str(one)!r} is a "
+                "file; choose another"
             )
 
 

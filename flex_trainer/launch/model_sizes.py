@@ -18,7 +18,8 @@ NUM_CHOSEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", 
 """Names of the number of experts that a token goes to."""
 
 _FROM_ONE = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "qk_rope_head_dim", "head_dim",
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "qk_rope_head_dim",
+    "head_dim",
     "kv_lora_rank", "q_lora_rank", "v_head_dim", "n_group",
 )  # fmt: skip
 _FROM_ZERO = (

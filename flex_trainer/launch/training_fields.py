@@ -26,7 +26,8 @@ _FROM_ONE = (
     "dataloader_prefetch_factor",
 )  # fmt: skip
 _FROM_ZERO = (
-    "learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "neftune_noise_alpha", "eval_delay",
+    "learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "neftune_noise_alpha",
+    "eval_delay",
     "dataloader_num_workers", "seed", "data_seed",
 )  # fmt: skip
 _ABOVE_ZERO = ("num_train_epochs", "logging_steps", "save_steps", "eval_steps")

@@ -310,7 +310,8 @@ class ModelPart:
             f"tokens: with strategies {', '.join(self._config.strategies) or 'none'} it needs about "
             f"{format_bytes(plan.peak_bytes)} more than the {format_bytes(in_use_bytes)} in use before it, and "
             f"{format_bytes(max(left_bytes, 0))} are left under the limit, the reserve and the system's own limits:"
-            " it would run out of memory. Raise memory_limit, allow more strategies, or use a smaller per-device batch or shorter sequences."
+            " it would run out of memory. Raise memory_limit, allow more strategies, or use a smaller per-device batch "
+            "or shorter sequences."
         )
 
 

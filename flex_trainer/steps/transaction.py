@@ -196,9 +196,9 @@ class Transaction:
         config = runtime.config
         shortage = runtime.books.meter.shortage(failure.requested_bytes)
         return MemoryLimitError(
-            f"{failure}, even under the minimum-memory plan: out of memory. In use now: {_sizes(runtime.memory_now())}. "
-            f"What it ran "
-            f"into is {nearest_limit(runtime.device)}{f', {shortage}' if shortage else ''}; "
+            f"{failure}, even under the minimum-memory plan: out of memory. In use now: "
+            f"{_sizes(runtime.memory_now())}. What it ran into is {nearest_limit(runtime.device)}"
+            f"{f', {shortage}' if shortage else ''}; "
             f"memory_limit={config.memory_limit!r} is {format_bytes(runtime.limit_bytes)}. Raise that limit, allow "
             f"more strategies than {', '.join(config.strategies)}, or use a smaller per-device batch, shorter "
             "sequences or a smaller model."

@@ -93,7 +93,7 @@ def test_imbalance_needs_expert_parallelism(estimator: Estimator, settings: Sett
     balanced, skewed = (estimator.outcome(spread, imbalance, KEEP) for imbalance in (1.0, 2.6))
     assert skewed.worst.micro_batch.held_bytes > balanced.worst.micro_batch.held_bytes
     assert skewed.step_seconds > balanced.step_seconds
-    # Rows that leave, 64 floats each: a rank with 2 of 8 experts gets a token unless both choices are among the other 6.
+    # Rows that leave, 64 floats each: a rank with 2 of 8 experts gets a token unless both choices are of the other 6.
     assert balanced.worst.exchange_bytes == skewed.worst.exchange_bytes == round(4 * 128 * (1 - 15 / 28)) * 64 * 4
     # One for each expert, and those that arrive: 2 x 64 tokens to 2 experts each.
     native = replace(spread, dispatch="all_to_all")

@@ -170,12 +170,12 @@ def test_the_command_has_the_overrides(recipe_with) -> None:
     [
         (["accelerate={distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 3}}"],
          "accelerate.distributed_type: DeepSpeed ZeRO stage 3"),
-        (["accelerate={distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {deepspeed_config_file: z.json}}"],
+        (["accelerate={distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {deepspeed_config_file: z.json}}"],  # noqa: E501
          "accelerate.distributed_type: DeepSpeed ZeRO stage 3"),
         (["accelerate=gpu_8proc", "training.deepspeed={zero_optimization: {stage: 3}}"],
          "accelerate.training.deepspeed: DeepSpeed ZeRO stage 3"),
         (["accelerate=gpu_8proc", "training.deepspeed=z.json"], "training.deepspeed: DeepSpeed ZeRO stage 3"),
-        (["parallel.fsdp=2", "accelerate={distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 2}}"],
+        (["parallel.fsdp=2", "accelerate={distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 2}}"],  # noqa: E501
          "accelerate.distributed_type: DeepSpeed would shard a second time what the parallel section shards"),
     ],
 )  # fmt: skip

@@ -54,20 +54,20 @@ def test_values_at_the_edge(recipe_with, override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.bf16=\u201ctrue\u201d", "training.bf16: the text '\u201ctrue\u201d' is not a boolean; write true unquoted"),
+        ("training.bf16=\u201ctrue\u201d", "training.bf16: the text '\u201ctrue\u201d' is not a boolean; write true unquoted"),  # noqa: E501
         ("training.bf16=yes", "training.bf16: 'yes' is not a boolean; write true"),
         ("training.bf16=on", "training.bf16: 'on' is not a boolean; write true"),
         ("training.bf16=1", "training.bf16: 1 is not a boolean; write true"),
         ("training.bf16=0", "training.bf16: 0 is not a boolean; write false"),
         ("training.tf32=off", "training.tf32: 'off' is not a boolean; write false"),
-        ("training.accelerator_config={split_batches: yes}", "accelerator_config.split_batches: 'yes' is not a boolean"),
-        ("training.gradient_checkpointing_kwargs={use_reentrant: no}", "use_reentrant: 'no' is not a boolean; write false"),
+        ("training.accelerator_config={split_batches: yes}", "accelerator_config.split_batches: 'yes' is not a boolean"),  # noqa: E501
+        ("training.gradient_checkpointing_kwargs={use_reentrant: no}", "use_reentrant: 'no' is not a boolean; write false"),  # noqa: E501
         ("flex.trace=yes", "flex: trace='yes' must be true or false"),
         ("flex.trace=1", "flex: trace=1 must be true or false"),
         ("flex.enforce_limit=on", "flex.enforce_limit: 'on' must be true or false"),
         ("parallel.mixed_precision=1", "parallel.mixed_precision: input should be a valid boolean, found 1"),
         ("model.trust_remote_code=yes", "model.trust_remote_code: input should be a valid boolean, found 'yes'"),
-        ("model.config.use_cache=\u00abfalse\u00bb", "model.config.use_cache: the text '\u00abfalse\u00bb' is not a boolean"),
+        ("model.config.use_cache=\u00abfalse\u00bb", "model.config.use_cache: the text '\u00abfalse\u00bb' is not a boolean"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_only_true_and_false_are_booleans(recipe_with, override: str, message: str) -> None:
