@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.utils import parametrize
 
 # Puts the local parts in place of a module's sharded parameters for as long as a context lasts. Private in transformers
 # 5.24; goes when torch modules take local parameters by themselves.
@@ -18,7 +19,15 @@ from transformers.integrations.moe import _grouped_linear as grouped_linear
 from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer
 from transformers.utils import import_utils
 
-__all__ = ["DecoderLayer", "as_if_real", "grouped_linear", "local_parameters", "release_pinned_cache"]
+__all__ = [
+    "DecoderLayer",
+    "as_if_real",
+    "grouped_linear",
+    "local_parameters",
+    "made_parametrizations",
+    "parametrizations_are_made",
+    "release_pinned_cache",
+]
 
 
 @contextmanager
@@ -42,3 +51,22 @@ def release_pinned_cache() -> None:
     torch.cuda.empty_cache leaves the host's side alone; goes when torch 2.13's private function is public.
     """
     torch._C._host_emptyCache()
+
+
+def made_parametrizations() -> tuple[int, dict[tuple[int, str], torch.Tensor | None]]:
+    """How many `parametrize.cached()` are open, and what they hold, by the id of the module and the parameter's name.
+
+    Private in torch 2.13; goes when it can be asked for.
+    """
+    return parametrize._cache_enabled, parametrize._cache
+
+
+@contextmanager
+def parametrizations_are_made(num_caching: int, made: dict[tuple[int, str], torch.Tensor]) -> Iterator[None]:
+    """Have `num_caching` contexts `parametrize.cached()` open that hold `made`, whatever is open outside."""
+    earlier = made_parametrizations()
+    parametrize._cache_enabled, parametrize._cache = num_caching, dict(made)
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = earlier

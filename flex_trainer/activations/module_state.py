@@ -32,6 +32,7 @@ _MOST_ITEMS = 4096
 _MOST_DEPTH = 4
 _MOST_COPIED_BYTES = 64 * 1024
 """Larger tensors are not copied before the first run."""
+_Trained = list[tuple[nn.Parameter, bool]]
 
 
 class ModuleState:
@@ -42,16 +43,16 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self._parts = [_Part(part) for part in module.modules()]
         self._parameters = _facts(module)
-        self._trained = [parameter.requires_grad for parameter in module.parameters()]
+        self._trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
 
     def note_first_run(self) -> None:
         """The first run has ended. A parameter whose version it moved is checked for its storage alone from now on:
         parametrizations (PEFT's adapters on fused experts) set a parameter anew, to the same numbers, around each run.
         """
-        versions = {address: version for _, address, version in _facts(self._parts[0].module)}
+        versions = {place: version for _, place, version in _facts(self._parts[0].module)}
         self._parameters = [
-            (storage, address, version if versions.get(address) == version else _ANY_VERSION)
-            for storage, address, version in self._parameters
+            (storage, place, version if versions.get(place) == version else _ANY_VERSION)
+            for storage, place, version in self._parameters
         ]
 
     @contextmanager
@@ -72,11 +73,10 @@ class ModuleState:
                 "functional_call, another adapter): what was dropped cannot be computed again. Run backward before the "
                 "change, or leave 'recompute' out of strategies."
             )
-        parameters = list(module.parameters())
-        trained = [parameter.requires_grad for parameter in parameters]
+        trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         now = [_Bindings(part.module) for part in self._parts]
         try:
-            _set_trained(parameters, self._trained)
+            _set_trained(trained, self._trained)
             for part in self._parts:
                 part.bind(name)
             yield
@@ -84,7 +84,7 @@ class ModuleState:
             for part, bindings in zip(self._parts, now, strict=True):
                 part.rewind_generators()
                 bindings.bind()
-            _set_trained(parameters, trained)
+            _set_trained(trained, trained)
 
 
 class _Part:
@@ -215,15 +215,22 @@ def _copied(container: Any, depth: int) -> Any:
     return new
 
 
-def _set_trained(parameters: list[nn.Parameter], trained: list[bool]) -> None:
-    for parameter, is_trained in zip(parameters, trained, strict=True):
+def _set_trained(now: _Trained, wanted: _Trained) -> None:
+    """Set which parameters are trained: by parameter where they are the same ones, else in order (FSDP2 has others)."""
+    by_parameter = {id(parameter): is_trained for parameter, is_trained in wanted}
+    for (parameter, _), (_, in_order) in zip(now, wanted, strict=True):
+        is_trained = by_parameter.get(id(parameter), in_order)
         if parameter.requires_grad != is_trained:
             parameter.requires_grad_(is_trained)
 
 
-def _facts(module: nn.Module) -> list[tuple[torch.UntypedStorage, int, int]]:
-    """For every parameter: its storage (held, so that the address stays its own), the address and the version."""
-    return [
-        (storage := part.untyped_storage(), storage._cdata, part._version)
+def _facts(module: nn.Module) -> list[tuple[torch.UntypedStorage, tuple[int, int], int]]:
+    """For every parameter: its storage (held, so that the address stays its own), where it lies, and the version.
+
+    Not in the order of the module: parametrizations that come and go put their parameters last.
+    """
+    facts = [
+        (storage := part.untyped_storage(), (storage._cdata, part.storage_offset()), part._version)
         for part in map(local_part, module.parameters())
     ]
+    return sorted(facts, key=lambda fact: fact[1])

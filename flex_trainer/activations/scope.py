@@ -280,7 +280,8 @@ class Scope:
         region = self._region
         assert region is not None
         known = self._table.get(tensor.untyped_storage()) if is_plain(tensor) else None
-        if known is not None and not self._is_inside(known.owner, self._region_call):
+        is_given = known is not None and bool(region.given) and storage_key(tensor) in region.given
+        if known is not None and (is_given or not self._is_inside(known.owner, self._region_call)):
             self._count(known, tensor)
             return self._hold(known, tensor)  # an input of the region, or a value from before it
         entry = self._entry(tensor)
