@@ -93,8 +93,11 @@ def find_experts(model: nn.Module) -> Iterator[nn.Module]:
         if style == "ep_dispatch_experts"
     ]
     for name, module in model.named_modules():
+        # Adapters on fused weights are put on in the forward of a module around the experts: that is the operator.
+        get_base = getattr(module, "get_base_layer", None)
+        experts = get_base() if callable(get_base) else module
         # The decorator use_experts_implementation leaves these two on every experts class.
-        has_interface = hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
+        has_interface = hasattr(type(experts), "_apply_gate") and hasattr(experts, "has_gate")
         if has_interface or any(pattern.search(name) for pattern in patterns):
             yield module
 

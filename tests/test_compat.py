@@ -1,0 +1,31 @@
+"""Private names of the libraries below: they are there, and do what is expected of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from flex_trainer.compat import made_parametrizations, parametrizations_are_made
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_what_cached_parametrizations_hold_is_read_and_exchanged() -> None:
+    linear = nn.Linear(2, 2)
+    parametrize.register_parametrization(linear, "weight", Twice())
+    assert made_parametrizations() == (0, {})
+    with parametrize.cached():
+        weight = linear.weight
+        num_caching, made = made_parametrizations()
+        assert num_caching == 1 and made[id(linear), "weight"] is weight
+        with parametrizations_are_made(0, {}):
+            assert linear.weight is not weight
+        assert linear.weight is weight
+    other = torch.ones(2, 2)
+    with parametrizations_are_made(1, {(id(linear), "weight"): other}):
+        assert linear.weight is other
+    assert made_parametrizations() == (0, {})
