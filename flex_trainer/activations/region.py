@@ -148,14 +148,17 @@ class Region:
 class _PackedLeaf:
     """A tensor argument of a region, with what is needed to hand it to the replay."""
 
-    __slots__ = ("_packed", "_requires_grad")
+    __slots__ = ("_packed", "_parameter", "_requires_grad")
 
     def __init__(self, tensor: torch.Tensor, pack_input: Callable[[torch.Tensor], Packed]) -> None:
         self._packed = pack_input(tensor)
+        self._parameter = tensor if type(tensor) is nn.Parameter else None
         self._requires_grad = tensor.requires_grad
 
     def recover(self) -> torch.Tensor:
-        return self._packed.get().detach().requires_grad_(self._requires_grad)
+        tensor = self._packed.get()
+        # A parameter is handed on as the very object: the operator may look for attributes on it.
+        return tensor.detach().requires_grad_(self._requires_grad) if self._parameter is None else self._parameter
 
 
 def _is_tensor(leaf: object) -> bool:
@@ -163,4 +166,6 @@ def _is_tensor(leaf: object) -> bool:
 
 
 def _device_of(leaves: list[Any]) -> torch.device:
-    return next((leaf.device for leaf in leaves if _is_tensor(leaf)), torch.device("cpu"))
+    """The device whose random stream the operator may draw from, beside the CPU's."""
+    devices = [leaf.device for leaf in leaves if _is_tensor(leaf)]
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))

@@ -128,6 +128,9 @@ class Scope:
         self._clock: Clock = clock or HostClock()
         self._whereabouts = whereabouts or Whereabouts()
         self._residency = residency
+        parameters = list(parameters)
+        # Tensors on other devices (a few numbers on the host, shapes on meta) are left alone: they take no room here.
+        self._device = parameters[0].device if parameters else None
         self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
         self._table: StorageTable[_Entry] = StorageTable()
         self._stack: list[int] = []  # calls that are running, innermost last,
@@ -235,6 +238,8 @@ class Scope:
             if storage._cdata in self._parameters:
                 continue
             entry = self._table.get(storage)
+            if entry is None and self._is_elsewhere(leaf):
+                continue
             if entry is None:
                 entry = self._new_entry(leaf, storage, index, strategy)
             elif entry.owner != index and not self._is_inside(entry.owner, index):
@@ -298,13 +303,17 @@ class Scope:
         """A tensor that a region needs for its replay."""
         entry = self._entry(tensor)
         if entry is None:
-            return PackedReference(tensor.detach(), self._name())
+            return self._reference(tensor)
         return self._hold(entry, tensor)
 
     def _refer(self, tensor: torch.Tensor) -> PackedReference:
         """The packed form of a parameter, or of a tensor of a kind that is left alone."""
         self.ledger.num_unmanaged += not is_plain(tensor)
-        return PackedReference(tensor.detach(), self._name())
+        return self._reference(tensor)
+
+    def _reference(self, tensor: torch.Tensor) -> PackedReference:
+        # A parameter has no graph to keep alive, and kernels may look for attributes on it.
+        return PackedReference(tensor if type(tensor) is nn.Parameter else tensor.detach(), self._name())
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         self.was_used = True
@@ -387,11 +396,14 @@ class Scope:
         entry = self._table.get(storage)
         if entry is not None:
             return entry
-        if storage._cdata in self._parameters:
+        if storage._cdata in self._parameters or self._is_elsewhere(tensor):
             return None
         if not self._stack:
             return self._new_entry(tensor, storage, -1, Strategy.KEEP)
         return self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return self._device is not None and tensor.device != self._device
 
     def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> _Entry:
         num_bytes = storage.nbytes()
