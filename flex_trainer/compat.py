@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "made_parametrizations",
     "parametrizations_are_made",
     "release_pinned_cache",
+    "top_pack_hook",
 ]
 
 
@@ -51,6 +52,15 @@ def release_pinned_cache() -> None:
     torch.cuda.empty_cache leaves the host's side alone; goes when torch 2.13's private function is public.
     """
     torch._C._host_emptyCache()
+
+
+def top_pack_hook() -> Callable[[torch.Tensor], object] | None:
+    """The hook that autograd gives tensors to now when it saves them; None where there is none.
+
+    Private in torch 2.13; goes when it can be asked for.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
 
 
 def made_parametrizations() -> tuple[int, dict[tuple[int, str], torch.Tensor | None]]:

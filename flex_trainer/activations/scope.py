@@ -10,6 +10,7 @@ A scope is open during one forward. It keeps nothing alive afterwards: what back
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from flex_trainer.activations.values import (
     StoredValue,
     alive,
 )
+from flex_trainer.compat import top_pack_hook
 from flex_trainer.strategy import LEAST_MOVED_BYTES, Site, Strategy
 
 
@@ -139,6 +141,7 @@ class Scope:
         self._region_call = -1  # and its call
         self._num_packs = 0  # in the running region
         self._fresh: list[_Entry] = []  # counted since the last sweep
+        self._has_warned = False
 
     @contextmanager
     def open(self) -> Iterator[Scope]:
@@ -169,8 +172,8 @@ class Scope:
 
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one operator or block under its strategy and return its result; plainly, where this is not the thread's
-        current scope (in a replay, for one)."""
-        if current_scope() is not self:
+        current scope (in a replay, for one), or where somebody else packs what is saved."""
+        if current_scope() is not self or not self.is_on_top():
             return function(*args, **kwargs)
         if self._residency is not None:
             self._parameters.update(storage_key(weight) for weight in self._residency.weights(site.name))
@@ -202,6 +205,23 @@ class Scope:
         self._whereabouts.at = Place("forward", self._name())
         self._on_memory()
         return result
+
+    def is_on_top(self) -> bool:
+        """Whether this scope gets what is saved. Not inside of others' hooks, such as those of torch's checkpoint: that
+        runs what is inside of it again in backward, and must find the same tensors saved. Says so once."""
+        hook = top_pack_hook()
+        if getattr(hook, "__self__", None) is self:
+            return True
+        if hook is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Inside {self._name()}, saved tensors go to hooks that are not FlexTrainer's "
+                f"({getattr(hook, '__module__', type(hook).__module__)}: torch.utils.checkpoint in a forward, "
+                "save_on_cpu, another activation offloading). Operators there run as they are, and what they hold is not "
+                "in the plan. Leave that out to have them managed.",
+                stacklevel=2,
+            )
+        return False
 
     def _strategy_now(self, site: Site, chosen: Strategy) -> Strategy:
         """What really happens at this site now: nothing inside a running region, and only what the site allows."""

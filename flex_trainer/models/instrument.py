@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.context import managing_scope
 from flex_trainer.activations.scope import Scope
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
@@ -80,7 +80,7 @@ class Instrumentation:
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                scope = current_scope()
+                scope = managing_scope()
                 if scope is None:
                     return original(*args, **kwargs)
                 top_k_index = _top_k_index(args, kwargs)
@@ -107,7 +107,7 @@ class Instrumentation:
         site = Site("loss", "loss", -1)
 
         def loss_function(*args: Any, **kwargs: Any) -> Any:
-            scope = current_scope()
+            scope = managing_scope()
             return original(*args, **kwargs) if scope is None else scope.run(site, original, *args, **kwargs)
 
         # The property loss_function reads this attribute before it looks up the configured loss.
@@ -159,7 +159,7 @@ def _module_forward(operator: Operator) -> Callable[..., Callable[..., Any]]:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            scope = current_scope()
+            scope = managing_scope()
             if scope is None:
                 return original(*args, **kwargs)
             result = site.run(scope, original, args, kwargs)
@@ -228,7 +228,7 @@ class _Registries:
         function = lookup(attn_implementation, default)
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            scope, site = current_scope(), self._attention.get(module)
+            scope, site = managing_scope(), self._attention.get(module)
             if scope is None or site is None:
                 return function(module, *args, **kwargs)
             return scope.run(site, functools.partial(function, module), *args, **kwargs)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from flex_trainer.models.checkpointing import copy_checkpointing
 from flex_trainer.models.sharding import gathered_shape
 from flex_trainer.symbolic.sharded import without_sharding
 from flex_trainer.undo import take_off_copy
@@ -45,6 +46,7 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
         twin = copy.deepcopy(model, memo)
     for module in model.modules():
         take_off_copy(module, memo[id(module)])
+    copy_checkpointing(model, memo)  # as it is now: on in the model, off while it is managed
     for module in twin.modules():
         for hooks in _hook_tables(module):
             for number in [number for number, hook in hooks.items() if hook is _FOREIGN]:
