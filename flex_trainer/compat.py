@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
 # Puts the local parts in place of a module's sharded parameters for as long as a context lasts. Private in transformers
@@ -21,8 +22,10 @@ from transformers.utils import import_utils
 
 __all__ = [
     "DecoderLayer",
+    "active_torch_modes",
     "as_if_real",
     "grouped_linear",
+    "hooks_of_all_modules",
     "local_parameters",
     "made_parametrizations",
     "parametrizations_are_made",
@@ -52,6 +55,20 @@ def release_pinned_cache() -> None:
     torch.cuda.empty_cache leaves the host's side alone; goes when torch 2.13's private function is public.
     """
     torch._C._host_emptyCache()
+
+
+def hooks_of_all_modules() -> list[Callable[..., object]]:
+    """The forward hooks that torch runs for every module. Private in torch 2.13; goes when they can be listed."""
+    return [*torch_module._global_forward_pre_hooks.values(), *torch_module._global_forward_hooks.values()]
+
+
+def active_torch_modes() -> list[object]:
+    """The modes that see every torch function or operation on this thread now.
+
+    Private in torch 2.13; goes when they can be listed.
+    """
+    functions = torch.overrides._get_current_function_mode_stack()
+    return [*functions, *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
 
 
 def top_pack_hook() -> Callable[[torch.Tensor], object] | None:
