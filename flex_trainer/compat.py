@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # Puts the local parts in place of a module's sharded parameters for as long as a context lasts. Private in transformers
 # 5.24; goes when torch modules take local parameters by themselves.
@@ -67,8 +70,7 @@ def active_torch_modes() -> list[object]:
 
     Private in torch 2.13; goes when they can be listed.
     """
-    functions = torch.overrides._get_current_function_mode_stack()
-    return [*functions, *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
 def top_pack_hook() -> Callable[[torch.Tensor], object] | None:
@@ -76,7 +78,7 @@ def top_pack_hook() -> Callable[[torch.Tensor], object] | None:
 
     Private in torch 2.13; goes when it can be asked for.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
 
 

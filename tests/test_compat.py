@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
-from flex_trainer.compat import made_parametrizations, parametrizations_are_made
+from flex_trainer.compat import hooks_of_all_modules, made_parametrizations, parametrizations_are_made, top_pack_hook
 
 
 class Twice(nn.Module):
@@ -29,3 +30,20 @@ def test_what_cached_parametrizations_hold_is_read_and_exchanged() -> None:
     with parametrizations_are_made(1, {(id(linear), "weight"): other}):
         assert linear.weight is other
     assert made_parametrizations() == (0, {})
+
+
+def test_the_innermost_pack_hook_is_seen() -> None:
+    def outer(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert top_pack_hook() is None
+    with saved_tensors_hooks(outer, outer):
+        assert top_pack_hook() is outer
+
+
+def test_hooks_of_all_modules_are_listed() -> None:
+    def hook(module: nn.Module, *_: object) -> None: ...
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    assert hooks_of_all_modules() == [hook]
+    handle.remove()

@@ -156,7 +156,7 @@ def _changed(what: str) -> RuntimeError:
 
 def _is_as_before(parameter: torch.Tensor, versions: dict[tuple[int, int], int]) -> bool:
     part = local_part(parameter)
-    version = versions.get((part.untyped_storage()._cdata, part.storage_offset()))
+    version = versions.get((part.untyped_storage()._cdata, int(part.storage_offset())))
     return version is not None and version in (part._version, _ANY_VERSION)
 
 
@@ -303,7 +303,7 @@ def _facts(module: nn.Module) -> list[tuple[torch.UntypedStorage, tuple[int, int
     Not in the order of the module: parametrizations that come and go put their parameters last.
     """
     facts = [
-        (storage := part.untyped_storage(), (storage._cdata, part.storage_offset()), part._version)
+        (storage := part.untyped_storage(), (storage._cdata, int(part.storage_offset())), part._version)
         for part in map(local_part, module.parameters())
     ]
     return sorted(facts, key=lambda fact: fact[1])

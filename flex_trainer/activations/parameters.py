@@ -48,5 +48,5 @@ class _Carrier(torch.Tensor):
         parameter = args[0]._parameter
         alias = torch.Tensor._make_subclass(nn.Parameter, parameter.detach(), False)
         vars(alias)  # makes its dictionary, which is exchanged
-        alias.__dict__ = parameter.__dict__
+        alias.__dict__ = parameter.__dict__  # pyright: ignore[reportAttributeAccessIssue]
         return alias

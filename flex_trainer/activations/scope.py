@@ -217,8 +217,8 @@ class Scope:
             warnings.warn(
                 f"Inside {self._name()}, saved tensors go to hooks that are not FlexTrainer's "
                 f"({getattr(hook, '__module__', type(hook).__module__)}: torch.utils.checkpoint in a forward, "
-                "save_on_cpu, another activation offloading). Operators there run as they are, and what they hold is not "
-                "in the plan. Leave that out to have them managed.",
+                "save_on_cpu, another activation offloading). Operators there run as they are, and what they hold is "
+                "not in the plan. Leave that out to have them managed.",
                 stacklevel=2,
             )
         return False

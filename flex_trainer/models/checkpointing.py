@@ -1,8 +1,8 @@
 """Whole-layer checkpointing, which is turned off while operators are chosen one by one: else all would be recomputed.
 
 Two kinds can be turned off: the flags of transformers, and torch's wrappers around modules (`checkpoint_wrapper`,
-`offload_wrapper`; accelerate's `fsdp_activation_checkpointing`). A forward that calls `torch.utils.checkpoint` itself is
-left alone (`Scope.is_on_top`).
+`offload_wrapper`; accelerate's `fsdp_activation_checkpointing`). A forward that calls `torch.utils.checkpoint` itself
+is left alone (`Scope.is_on_top`).
 """
 
 from __future__ import annotations

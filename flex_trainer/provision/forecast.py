@@ -42,9 +42,7 @@ class Forecast:
         trace: False: nothing is traced. "auto": only what is known to have no effects. True: anything.
     """
 
-    def __init__(
-        self, model: nn.Module, model_map: ModelMap, device: torch.device, trace: str | bool = "auto"
-    ) -> None:
+    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device, trace: str | bool = "auto") -> None:
         self._model = model
         self._map = model_map
         self._device = device

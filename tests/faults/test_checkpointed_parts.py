@@ -45,14 +45,14 @@ def on_cpu(function: Callable[..., Any], *args: Any) -> Any:
 
 def in_its_forward(model: Any, run: Callable[..., Any], part: str) -> None:
     """A user's class that checkpoints one of its parts."""
-    for layer in model.model.layers:
-        inner = layer.get_submodule(part) if part else layer
-        kind = type(inner)
+    parts = [layer.get_submodule(part) if part else layer for layer in model.model.layers]
+    kind: Any = type(parts[0])
 
-        class Checkpointed(kind):
-            def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                return run(lambda x: kind.forward(self, x, *args, **kwargs), hidden_states)
+    class Checkpointed(kind):
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return run(lambda x: kind.forward(self, x, *args, **kwargs), hidden_states)
 
+    for inner in parts:
         inner.__class__ = Checkpointed
 
 

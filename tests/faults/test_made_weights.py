@@ -145,9 +145,7 @@ def four_bits(model: Any) -> None:
 
 
 @pytest.mark.parametrize("cached", ["not cached", "cached forward", "cached forward and backward"])
-@pytest.mark.parametrize(
-    "change", [parametrized, weight_norm, weight_norm_by_hooks, spectral_norm_by_hooks, four_bits]
-)
+@pytest.mark.parametrize("change", [parametrized, weight_norm, weight_norm_by_hooks, spectral_norm_by_hooks, four_bits])
 def test_weights_that_are_made_when_read(change: Callable[[Any], None], cached: str) -> None:
     def make() -> Any:
         model = small("mixtral")
@@ -182,9 +180,7 @@ def test_what_is_made_is_an_activation() -> None:
     plain_model = small("mixtral")
     with instrumented(plain_model):
         plain = outcome(plain_model, one_step(plain_model), EXACT["keep"])
-    made_bytes = sum(
-        4 * parameter.numel() for name, parameter in model.named_parameters() if name.endswith("original")
-    )
+    made_bytes = sum(4 * parameter.numel() for name, parameter in model.named_parameters() if name.endswith("original"))
     more_bytes = got.ledgers[0].demand_bytes - plain.ledgers[0].demand_bytes
     # tanh saves its result, which is the weight.
     assert more_bytes == made_bytes

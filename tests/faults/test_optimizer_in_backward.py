@@ -114,5 +114,3 @@ def test_a_part_is_held_to_the_parameters_that_it_reads() -> None:
 def test_the_message_names_the_parameter_that_was_written(name: str, read: Any) -> None:
     with pytest.raises(RuntimeError, match=rf"parameter {name} of two.part changed between forward and backward"):
         written((name,), read)
-
-

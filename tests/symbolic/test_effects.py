@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -170,8 +171,6 @@ class Mode(TorchFunctionMode):
     ],
 )
 def test_what_is_of_no_library_is_found(change: Callable[[Any, Any], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import re
-
     model = tiny_model("mixtral", num_hidden_layers=2)
     expected = change(model, monkeypatch)
     try:
@@ -196,9 +195,7 @@ def test_recorded_choices_are_handed_out_once(caplog: pytest.LogCaptureFixture) 
     def weights(*, is_managed: bool, patch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         model: Any = tiny_model("mixtral", num_hidden_layers=2)
         generator = torch.Generator().manual_seed(0)
-        recorded = [
-            torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(32)]) for _ in range(6)
-        ]
+        recorded = [torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(32)]) for _ in range(6)]
         choices = iter(recorded)
         kind, original = modeling_mixtral.MixtralTopKRouter, modeling_mixtral.MixtralTopKRouter.forward
 
