@@ -137,7 +137,7 @@ class _GuardedParameters(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 - this is get
 
     def items(self) -> Any:
         return [(name, self[name]) for name in self]
