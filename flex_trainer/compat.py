@@ -7,6 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # How transformers turns tensors of files into those of a model. Private in transformers 5.24; goes when it can read and
 # convert one tensor of a checkpoint.
@@ -32,15 +37,20 @@ from transformers.utils import import_utils
 
 __all__ = [
     "DecoderLayer",
+    "active_torch_modes",
     "as_if_real",
     "convert_into",
     "current_backward",
     "grouped_linear",
+    "hooks_of_all_modules",
     "is_in_backward",
     "keeps_graph",
     "local_parameters",
+    "made_parametrizations",
     "names_in_model",
+    "parametrizations_are_made",
     "release_pinned_cache",
+    "top_pack_hook",
     "weight_conversions",
     "when_backward_ends",
 ]
@@ -133,3 +143,44 @@ def convert_into(model: PreTrainedModel, tensors: Mapping[str, Any], conversions
     info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), settings)
     if info.conversion_errors:
         raise ValueError("; ".join(str(error) for error in info.conversion_errors.values()))
+
+
+def hooks_of_all_modules() -> list[Callable[..., object]]:
+    """The forward hooks that torch runs for every module. Private in torch 2.13; goes when they can be listed."""
+    return [*torch_module._global_forward_pre_hooks.values(), *torch_module._global_forward_hooks.values()]
+
+
+def active_torch_modes() -> list[object]:
+    """The modes that see every torch function or operation on this thread now.
+
+    Private in torch 2.13; goes when they can be listed.
+    """
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+
+
+def top_pack_hook() -> Callable[[torch.Tensor], object] | None:
+    """The hook that autograd gives tensors to now when it saves them; None where there is none.
+
+    Private in torch 2.13; goes when it can be asked for.
+    """
+    hooks = _autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def made_parametrizations() -> tuple[int, dict[tuple[int, str], torch.Tensor | None]]:
+    """How many `parametrize.cached()` are open, and what they hold, by the id of the module and the parameter's name.
+
+    Private in torch 2.13; goes when it can be asked for.
+    """
+    return parametrize._cache_enabled, parametrize._cache
+
+
+@contextmanager
+def parametrizations_are_made(num_caching: int, made: dict[tuple[int, str], torch.Tensor]) -> Iterator[None]:
+    """Have `num_caching` contexts `parametrize.cached()` open that hold `made`, whatever is open outside."""
+    earlier = made_parametrizations()
+    parametrize._cache_enabled, parametrize._cache = num_caching, dict(made)
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = earlier

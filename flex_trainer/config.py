@@ -63,10 +63,11 @@ class FlexConfig:
     """A JSON file with the sizes and times of operators: read when it exists (what it knows is not traced or measured
     again), written when training ends."""
 
-    trace: bool = True
+    trace: str | bool = "auto"
     """Whether the sizes of a micro-batch are found out before it runs, by a run of the model's copy on tensors without
-    data. If not, the first micro-batches of each kind run with everything mitigated, and are measured. Turn it off for
-    a model whose forward keeps tensors outside of its module."""
+    data. If not, the first micro-batches of each kind run with everything mitigated, and are measured. "auto": where
+    all that the forward runs is code of libraries known to compute and nothing else. True: also code of one's own,
+    which must have no effect outside of its module (counters, lists of recorded choices, files)."""
 
     planner: str = "auto"
     """How mitigations are chosen: "optimal" (least added time), or by Algorithm 2 of the BaGuaLu-2 paper, where the
@@ -93,8 +94,8 @@ class FlexConfig:
             if name not in STRATEGIES:
                 raise UserError(f"unknown strategy {name!r} in strategies; {nearest(str(name), STRATEGIES)}")
         _check_choice("quantize_dtype", self.quantize_dtype, QUANTIZE_DTYPES)
-        if not isinstance(self.trace, bool):
-            raise UserError(f"trace={self.trace!r} must be true or false")
+        if not isinstance(self.trace, bool) and self.trace != "auto":
+            raise UserError(f"trace={self.trace!r} must be 'auto', true or false")
         _check_choice("planner", self.planner, PLANNERS)
         rate = self.router_bias_update_rate
         if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate < 1:

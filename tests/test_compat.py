@@ -6,8 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 
-from flex_trainer.compat import current_backward, is_in_backward, keeps_graph, when_backward_ends
+from flex_trainer.compat import (
+    current_backward,
+    hooks_of_all_modules,
+    is_in_backward,
+    keeps_graph,
+    made_parametrizations,
+    parametrizations_are_made,
+    top_pack_hook,
+    when_backward_ends,
+)
 
 
 class Asking(torch.autograd.Function):
@@ -70,3 +82,42 @@ def test_a_backward_is_told_from_a_forward() -> None:
     result: Any = Asks.apply(torch.ones(2, requires_grad=True))
     result.sum().backward()
     assert Asks.answers == [False, True] and not is_in_backward()
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_what_cached_parametrizations_hold_is_read_and_exchanged() -> None:
+    linear = nn.Linear(2, 2)
+    parametrize.register_parametrization(linear, "weight", Twice())
+    assert made_parametrizations() == (0, {})
+    with parametrize.cached():
+        weight = linear.weight
+        num_caching, made = made_parametrizations()
+        assert num_caching == 1 and made[id(linear), "weight"] is weight
+        with parametrizations_are_made(0, {}):
+            assert linear.weight is not weight
+        assert linear.weight is weight
+    other = torch.ones(2, 2)
+    with parametrizations_are_made(1, {(id(linear), "weight"): other}):
+        assert linear.weight is other
+    assert made_parametrizations() == (0, {})
+
+
+def test_the_innermost_pack_hook_is_seen() -> None:
+    def outer(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert top_pack_hook() is None
+    with saved_tensors_hooks(outer, outer):
+        assert top_pack_hook() is outer
+
+
+def test_hooks_of_all_modules_are_listed() -> None:
+    def hook(module: nn.Module, *_: object) -> None: ...
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    assert hooks_of_all_modules() == [hook]
+    handle.remove()

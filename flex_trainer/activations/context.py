@@ -25,6 +25,12 @@ def current_scope() -> Scope | None:
     return getattr(_thread, "scope", None)
 
 
+def managing_scope() -> Scope | None:
+    """The current scope, unless somebody else's hooks for saved tensors are above its own: None then too."""
+    scope = current_scope()
+    return scope if scope is None or scope.is_on_top() else None
+
+
 @contextmanager
 def scope_is(scope: Scope | None) -> Iterator[None]:
     """Make `scope` the current one on this thread, whatever happens inside."""

@@ -31,6 +31,7 @@ _MOST_ITEMS = MAX_ITEMS
 _MOST_DEPTH = 4
 _MOST_COPIED_BYTES = SMALL_BYTES
 """Larger tensors are not copied before the first run."""
+_Trained = list[tuple[nn.Parameter, bool]]
 
 
 class ModuleState:
@@ -41,16 +42,16 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self._parts = [_Part(part) for part in module.modules()]
         self._parameters = _facts(module)
-        self._trained = [parameter.requires_grad for parameter in module.parameters()]
+        self._trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
 
     def note_first_run(self) -> None:
         """The first run has ended. A parameter whose version it moved is checked for its storage alone from now on:
         parametrizations (PEFT's adapters on fused experts) set a parameter anew, to the same numbers, around each run.
         """
-        versions = {address: version for _, address, version in _facts(self._parts[0].module)}
+        versions = {place: version for _, place, version in _facts(self._parts[0].module)}
         self._parameters = [
-            (storage, address, version if versions.get(address) == version else _ANY_VERSION)
-            for storage, address, version in self._parameters
+            (storage, place, version if versions.get(place) == version else _ANY_VERSION)
+            for storage, place, version in self._parameters
         ]
 
     @contextmanager
@@ -58,24 +59,17 @@ class ModuleState:
         """Run with the state of the first run; what the run changes is taken back.
 
         Raises:
-            RuntimeError: a parameter was exchanged or written to since, or a large tensor among the attributes was
-                written to.
+            RuntimeError: a parameter that the run reads was exchanged or written to since, or a large tensor among the
+                attributes was written to.
         """
         module = self._parts[0].module
-        facts, first = _facts(module), self._parameters
-        if len(facts) != len(first) or any(
-            (a, v) != (b, w) and (a, w) != (b, _ANY_VERSION) for (_, a, v), (_, b, w) in zip(facts, first, strict=True)
-        ):
-            raise RuntimeError(
-                f"the parameters of {name} changed between forward and backward (an optimizer step, exchanged weights, "
-                "functional_call, another adapter): what was dropped cannot be computed again. Run backward before the "
-                "change, or leave 'recompute' out of strategies."
-            )
-        parameters = list(module.parameters())
-        trained = [parameter.requires_grad for parameter in parameters]
+        guards = self._guards(module, name)
+        trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         now = [_Bindings(part.module) for part in self._parts]
         try:
-            _set_trained(parameters, self._trained)
+            for guard in guards:
+                guard.install()
+            _set_trained(trained, self._trained)
             for part in self._parts:
                 part.bind(name)
             yield
@@ -83,7 +77,86 @@ class ModuleState:
             for part, bindings in zip(self._parts, now, strict=True):
                 part.rewind_generators()
                 bindings.bind()
-            _set_trained(parameters, trained)
+            for guard in guards:
+                guard.remove()
+            _set_trained(trained, trained)
+
+    def _guards(self, module: nn.Module, name: str) -> list[_Guard]:
+        """What raises when a parameter is read that has changed. Others may: an optimizer that runs in backward writes
+        each weight once its gradient is there, and an operator may be a part of a module."""
+        facts, first = _facts(module), self._parameters
+        if len(facts) == len(first) and all(
+            (a, v) == (b, w) or (a, w) == (b, _ANY_VERSION) for (_, a, v), (_, b, w) in zip(facts, first, strict=True)
+        ):
+            return []
+        versions = {place: version for _, place, version in first}
+        guards = []
+        for path, part in module.named_modules():
+            changed = {
+                key: f"{path}.{key}".removeprefix(".")
+                for key, parameter in part._parameters.items()
+                if parameter is not None and not _is_as_before(parameter, versions)
+            }
+            if changed:
+                guards.append(_Guard(part, changed, name))
+        if not guards:
+            raise _changed(f"the parameters of {name}")  # there are fewer than there were
+        return guards
+
+
+class _Guard:
+    """Raises when one of a module's changed parameters is read.
+
+    Args:
+        changed: names in the module, and from the operator's module on.
+    """
+
+    def __init__(self, module: nn.Module, changed: dict[str, str], operator: str) -> None:
+        self._module = module
+        self._parameters = module._parameters
+        self._guarded = _GuardedParameters(module._parameters)
+        self._guarded.changed, self._guarded.operator = changed, operator
+
+    def install(self) -> None:
+        vars(self._module)["_parameters"] = self._guarded
+
+    def remove(self) -> None:
+        vars(self._module)["_parameters"] = self._parameters
+
+
+class _GuardedParameters(dict[str, Any]):
+    """A module's parameters, some of which must not be read."""
+
+    changed: dict[str, str]
+    operator: str
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.changed:
+            raise _changed(f"parameter {self.changed[name]} of {self.operator}")
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - this is get
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+
+def _changed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} changed between forward and backward (an optimizer step, exchanged weights, functional_call, another "
+        "adapter): what was dropped cannot be computed again. Run backward before the change, or leave 'recompute' out "
+        "of strategies."
+    )
+
+
+def _is_as_before(parameter: torch.Tensor, versions: dict[tuple[int, int], int]) -> bool:
+    part = local_part(parameter)
+    version = versions.get((part.untyped_storage()._cdata, int(part.storage_offset())))
+    return version is not None and version in (part._version, _ANY_VERSION)
 
 
 class _Part:
@@ -214,15 +287,22 @@ def _copied(container: Any, depth: int) -> Any:
     return new
 
 
-def _set_trained(parameters: list[nn.Parameter], trained: list[bool]) -> None:
-    for parameter, is_trained in zip(parameters, trained, strict=True):
+def _set_trained(now: _Trained, wanted: _Trained) -> None:
+    """Set which parameters are trained: by parameter where they are the same ones, else in order (FSDP2 has others)."""
+    by_parameter = {id(parameter): is_trained for parameter, is_trained in wanted}
+    for (parameter, _), (_, in_order) in zip(now, wanted, strict=True):
+        is_trained = by_parameter.get(id(parameter), in_order)
         if parameter.requires_grad != is_trained:
             parameter.requires_grad_(is_trained)
 
 
-def _facts(module: nn.Module) -> list[tuple[torch.UntypedStorage, int, int]]:
-    """For every parameter: its storage (held, so that the address stays its own), the address and the version."""
-    return [
-        (storage := part.untyped_storage(), storage._cdata, part._version)
+def _facts(module: nn.Module) -> list[tuple[torch.UntypedStorage, tuple[int, int], int]]:
+    """For every parameter: its storage (held, so that the address stays its own), where it lies, and the version.
+
+    Not in the order of the module: parametrizations that come and go put their parameters last.
+    """
+    facts = [
+        (storage := part.untyped_storage(), (storage._cdata, int(part.storage_offset())), part._version)
         for part in map(local_part, module.parameters())
     ]
+    return sorted(facts, key=lambda fact: fact[1])

@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flex_trainer.activations.context import ExecutionState, no_scope
 from flex_trainer.activations.hooks import InnerHooks
+from flex_trainer.activations.identity import is_plain, storage_key
 from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.made_weights import MadeWeights
 from flex_trainer.activations.module_state import ModuleState
 from flex_trainer.activations.values import Packed, Slot, alive
 
@@ -55,6 +57,11 @@ class Region:
         self._leaves = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
         self._module_state = None if module is None else ModuleState(module)
         self._hooks = None if module is None else InnerHooks(module)
+        self._made = None if module is None else MadeWeights(module)
+        made = [] if self._made is None else self._made.tensors
+        self.given = {storage_key(tensor) for tensor in made if is_plain(tensor)}
+        """Storages of weights that were made before: during the first run, these are inputs."""
+        self._made_leaves = [_PackedLeaf(tensor, pack_input) for tensor in made]
         self._state = ExecutionState.capture(_device_of(leaves))
         self._ledger = ledger
         self._inner: dict[int, weakref.ref[Slot]] = {}
@@ -68,6 +75,10 @@ class Region:
         """The first run has ended."""
         if self._module_state is not None:
             self._module_state.note_first_run()
+        if self._made is not None:
+            is_read = self._made.note_first_run()
+            self._made_leaves = [leaf for leaf, read in zip(self._made_leaves, is_read, strict=True) if read]
+        self.given.clear()
 
     def inner_slot(self, number: int) -> Slot:
         """A slot for the `number`-th tensor that the region saves."""
@@ -106,8 +117,10 @@ class Region:
 
         module_state = nullcontext() if self._module_state is None else self._module_state.restored(self.name)
         hooks = nullcontext() if self._hooks is None else self._hooks.replay()
+        made = [leaf.recover() for leaf in self._made_leaves]
         with (
             module_state,
+            nullcontext() if self._made is None else self._made.found(made),
             hooks,
             no_scope(),
             self._state.restored(),
@@ -135,14 +148,17 @@ class Region:
 class _PackedLeaf:
     """A tensor argument of a region, with what is needed to hand it to the replay."""
 
-    __slots__ = ("_packed", "_requires_grad")
+    __slots__ = ("_packed", "_parameter", "_requires_grad")
 
     def __init__(self, tensor: torch.Tensor, pack_input: Callable[[torch.Tensor], Packed]) -> None:
         self._packed = pack_input(tensor)
+        self._parameter = tensor if type(tensor) is nn.Parameter else None
         self._requires_grad = tensor.requires_grad
 
     def recover(self) -> torch.Tensor:
-        return self._packed.get().detach().requires_grad_(self._requires_grad)
+        tensor = self._packed.get()
+        # A parameter is handed on as the very object: the operator may look for attributes on it.
+        return tensor.detach().requires_grad_(self._requires_grad) if self._parameter is None else self._parameter
 
 
 def _is_tensor(leaf: object) -> bool:
@@ -150,4 +166,6 @@ def _is_tensor(leaf: object) -> bool:
 
 
 def _device_of(leaves: list[Any]) -> torch.device:
-    return next((leaf.device for leaf in leaves if _is_tensor(leaf)), torch.device("cpu"))
+    """The device whose random stream the operator may draw from, beside the CPU's."""
+    devices = [leaf.device for leaf in leaves if _is_tensor(leaf)]
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))

@@ -11,6 +11,7 @@ A scope is open during one forward. It keeps nothing alive afterwards: what back
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ from flex_trainer.activations.values import (
     StoredValue,
     alive,
 )
-from flex_trainer.compat import current_backward
+from flex_trainer.compat import current_backward, top_pack_hook
 from flex_trainer.strategy import LEAST_MOVED_BYTES, Site, Strategy
 
 
@@ -136,6 +137,9 @@ class Scope:
         self._clock: Clock = clock or HostClock()
         self._whereabouts = whereabouts or Whereabouts()
         self._residency = residency
+        parameters = list(parameters)
+        # Tensors on other devices (a few numbers on the host, shapes on meta) are left alone: they take no room here.
+        self._device = parameters[0].device if parameters else None
         self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
         self._table: StorageTable[_Entry] = StorageTable()
         self._stack: list[int] = []  # calls that are running, innermost last,
@@ -144,6 +148,7 @@ class Scope:
         self._region_call = -1  # and its call
         self._num_packs = 0  # in the running region
         self._fresh: list[_Entry] = []  # counted since the last sweep
+        self._has_warned = False
 
     @contextmanager
     def open(self, *, is_last: bool = True) -> Iterator[Scope]:
@@ -193,8 +198,8 @@ class Scope:
 
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one operator or block under its strategy and return its result; plainly, where this is not the thread's
-        current scope (in a replay, for one)."""
-        if current_scope() is not self:
+        current scope (in a replay, for one), or where somebody else packs what is saved."""
+        if current_scope() is not self or not self.is_on_top():
             return function(*args, **kwargs)
         if self._residency is not None:
             self._parameters.update(storage_key(weight) for weight in self._residency.weights(site.name))
@@ -226,6 +231,23 @@ class Scope:
         self._whereabouts.at = Place("forward", self._name())
         self._on_memory()
         return result
+
+    def is_on_top(self) -> bool:
+        """Whether this scope gets what is saved. Not inside of others' hooks, such as those of torch's checkpoint: that
+        runs what is inside of it again in backward, and must find the same tensors saved. Says so once."""
+        hook = top_pack_hook()
+        if getattr(hook, "__self__", None) is self:
+            return True
+        if hook is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Inside {self._name()}, saved tensors go to hooks that are not FlexTrainer's "
+                f"({getattr(hook, '__module__', type(hook).__module__)}: torch.utils.checkpoint in a forward, "
+                "save_on_cpu, another activation offloading). Operators there run as they are, and what they hold is "
+                "not in the plan. Leave that out to have them managed.",
+                stacklevel=2,
+            )
+        return False
 
     def _strategy_now(self, site: Site, chosen: Strategy) -> Strategy:
         """What really happens at this site now: nothing inside a running region, and only what the site allows."""
@@ -264,6 +286,8 @@ class Scope:
             if storage._cdata in self._parameters:
                 continue
             entry = self._table.get(storage)
+            if entry is None and self._is_elsewhere(leaf):
+                continue
             if entry is None:
                 entry = self._new_entry(leaf, storage, index, strategy)
             elif entry.owner != index and not self._is_inside(entry.owner, index):
@@ -312,7 +336,8 @@ class Scope:
         known = self._table.get(tensor.untyped_storage()) if is_plain(tensor) else None
         if known is not None:
             self._note_change(known, tensor)
-        if known is not None and not self._is_inside(known.owner, self._region_call):
+        is_given = known is not None and bool(region.given) and storage_key(tensor) in region.given
+        if known is not None and (is_given or not self._is_inside(known.owner, self._region_call)):
             self._count(known, tensor)
             return self._hold(known, tensor)  # an input of the region, or a value from before it
         entry = self._entry(tensor)
@@ -329,14 +354,18 @@ class Scope:
         """A tensor that a region needs for its replay."""
         entry = self._entry(tensor)
         if entry is None:
-            return PackedReference(tensor.detach(), self._name())
+            return self._reference(tensor)
         self._note_change(entry, tensor)
         return self._hold(entry, tensor)
 
     def _refer(self, tensor: torch.Tensor) -> PackedReference:
         """The packed form of a parameter, or of a tensor of a kind that is left alone."""
         self.ledger.num_unmanaged += not is_plain(tensor)
-        return PackedReference(tensor.detach(), self._name())
+        return self._reference(tensor)
+
+    def _reference(self, tensor: torch.Tensor) -> PackedReference:
+        # A parameter has no graph to keep alive, and kernels may look for attributes on it.
+        return PackedReference(tensor if type(tensor) is nn.Parameter else tensor.detach(), self._name())
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         self.was_used = True
@@ -439,11 +468,14 @@ class Scope:
         entry = self._table.get(storage)
         if entry is not None:
             return entry
-        if storage._cdata in self._parameters:
+        if storage._cdata in self._parameters or self._is_elsewhere(tensor):
             return None
         if not self._stack:
             return self._new_entry(tensor, storage, -1, Strategy.KEEP)
         return self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        return self._device is not None and tensor.device != self._device
 
     def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> _Entry:
         num_bytes = storage.nbytes()

@@ -13,6 +13,7 @@ import torch
 
 from flex_trainer.activations.identity import VersionWatch, View
 from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.parameters import for_backward
 
 if TYPE_CHECKING:
     from flex_trainer.activations.region import Region
@@ -44,7 +45,7 @@ class Holding:
 
 
 class PackedReference:
-    """A parameter, a buffer, or a tensor of a kind the engine leaves alone: the reference itself, read late.
+    """A parameter, a buffer, or a tensor of a kind the engine leaves alone: the very object, read late.
 
     Under FSDP2 the storage of an unsharded parameter is empty between forward and the next gather; the same tensor is
     full again when backward asks for it.
@@ -60,7 +61,7 @@ class PackedReference:
     def get(self) -> torch.Tensor:
         if self._version is not None:
             _check_version(self._tensor, self._version, self.name)
-        return self._tensor
+        return for_backward(self._tensor) if type(self._tensor) is torch.nn.Parameter else self._tensor
 
 
 class PackedKept:

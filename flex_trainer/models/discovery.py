@@ -13,6 +13,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_PREFIX,
+    _CHECKPOINT_WRAPPED_MODULE,
+    ActivationWrapper,
+)
 
 from flex_trainer.compat import DecoderLayer
 from flex_trainer.errors import UserError
@@ -93,9 +98,12 @@ def find_experts(model: nn.Module) -> Iterator[nn.Module]:
         if style == "ep_dispatch_experts"
     ]
     for name, module in model.named_modules():
+        # Adapters on fused weights are put on in the forward of a module around the experts: that is the operator.
+        get_base = getattr(module, "get_base_layer", None)
+        experts = get_base() if callable(get_base) else module
         # The decorator use_experts_implementation leaves these two on every experts class.
-        has_interface = hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
-        if has_interface or any(pattern.search(name) for pattern in patterns):
+        has_interface = hasattr(type(experts), "_apply_gate") and hasattr(experts, "has_gate")
+        if has_interface or any(pattern.search(_without_wrappers(name)) for pattern in patterns):
             yield module
 
 
@@ -116,8 +124,9 @@ class _Walk:
 
     def layer(self, layer: nn.Module, index: int) -> None:
         self._add(layer, "layer", index, is_block=True, is_replayable=False)
-        has_experts = any(child in self._experts for child in layer.children())
-        for name, child in layer.named_children():
+        children = list(_children(layer))
+        has_experts = any(child in self._experts for _, child in children)
+        for name, child in children:
             if has_experts and _is_router_name(name):  # router and experts may stand in the layer itself
                 self._add(child, "router", index, is_replayable=False)
             else:
@@ -136,12 +145,13 @@ class _Walk:
     def _is_beside_layers(self, module: nn.Module) -> bool:
         """Whether the module's parent also holds the list of decoder layers."""
         layers = [self._names[found.module] for found in self.found if found.site.kind == "layer"]
-        return _parent(self._names[module]) in {_parent(_parent(name)) for name in layers}
+        beside = {_parent(_parent(_without_wrappers(name))) for name in layers}
+        return _parent(_without_wrappers(self._names[module])) in beside
 
     def _part(self, name: str, module: nn.Module, layer: int) -> None:
         """A child of a decoder layer."""
         if isinstance(module, nn.ModuleList):  # several of a kind in one layer
-            for child in module:
+            for _, child in _children(module):
                 self._part(name, child, layer)
         elif any(part in self._experts for part in module.modules()):
             self._moe(module, layer)
@@ -159,7 +169,7 @@ class _Walk:
         if module in self._experts:
             self._add(module, "experts", layer, is_block=True)
             return
-        for name, child in module.named_children():
+        for name, child in _children(module):
             if any(part in self._experts for part in child.modules()):
                 self._moe(child, layer)
             elif _is_router_name(name):
@@ -178,7 +188,7 @@ class _Walk:
         with a router inside, it is not replayed.
         """
         self._add(module, kind, layer, is_block=True, is_replayable=not _has_router(module))
-        for name, child in module.named_children():
+        for name, child in _children(module):
             if _is_router_name(name) or _has_router(child):
                 self._add(child, "router", layer, is_replayable=False)
                 continue
@@ -195,6 +205,18 @@ class _Walk:
             return
         self._seen.add(module)
         self.found.append(Operator(module, Site(self._names[module], kind, layer, is_block, is_replayable)))
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module's children by name; of those in torch's wrappers for checkpointing, what is inside."""
+    for name, child in module.named_children():
+        while isinstance(child, ActivationWrapper):
+            child = child._checkpoint_wrapped_module
+        yield name, child
+
+
+def _without_wrappers(name: str) -> str:
+    return name.replace(f".{_CHECKPOINT_PREFIX}", ".").removesuffix(f".{_CHECKPOINT_WRAPPED_MODULE}")
 
 
 def _parent(name: str) -> str:

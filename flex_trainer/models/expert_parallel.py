@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.context import managing_scope
 from flex_trainer.cost.expected import ep_block
 from flex_trainer.experts.layout import Layout, ReplayVote
 from flex_trainer.experts.operators import Run
@@ -41,9 +41,9 @@ class ManagedOperators:
         self._sites |= part_sites(experts, is_replayable=is_replayable)
 
     def replay_vote(self) -> ReplayVote:
-        return ReplayVote() if current_scope() is None else self._listener.replay_vote(self._block, self._experts)
+        return ReplayVote() if managing_scope() is None else self._listener.replay_vote(self._block, self._experts)
 
     def begin(self, layout: Layout) -> Run:
-        if current_scope() is not None:
+        if managing_scope() is not None:
             self._listener.on_routed(self._experts, Routing.exchanged(layout))
         return functools.partial(run_in_scope, self._sites)

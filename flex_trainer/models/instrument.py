@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.context import current_scope, managing_scope
 from flex_trainer.activations.scope import Scope
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
@@ -48,9 +48,11 @@ def _in_scope(
     """A forward that runs in the scope there is, or in the one that `outside` opens, or plainly."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        scope = current_scope()
+        scope = managing_scope()
         if scope is not None:
             return run(scope, args, kwargs)
+        if current_scope() is not None:  # other hooks for saved tensors are above its own
+            return plain(*args, **kwargs)
         opened = outside(site, args, kwargs)
         if opened is None:
             return plain(*args, **kwargs)
@@ -257,7 +259,7 @@ class _Registries:
         function = lookup(attn_implementation, default)
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            scope, site = current_scope(), self._attention.get(module)
+            scope, site = managing_scope(), self._attention.get(module)
             if scope is None or site is None:
                 return function(module, *args, **kwargs)
             return scope.run(site, functools.partial(function, module), *args, **kwargs)

@@ -23,6 +23,7 @@ from flex_trainer.cost.shape import BatchShape
 from flex_trainer.memory.enforce import trim_freed_memory
 from flex_trainer.models.discovery import ModelMap
 from flex_trainer.snapshot import RandomStreams
+from flex_trainer.symbolic.effects import foreign_code
 from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
 from flex_trainer.symbolic.leftovers import Leftovers
 
@@ -38,18 +39,18 @@ class Forecast:
         model: the model that is trained; it is only read.
         model_map: its operators.
         device: where it runs.
-        is_enabled: if not, nothing is traced.
+        trace: False: nothing is traced. "auto": only what is known to have no effects. True: anything.
     """
 
-    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device, is_enabled: bool = True) -> None:
+    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device, trace: str | bool = "auto") -> None:
         self._model = model
         self._map = model_map
         self._device = device
-        self._is_enabled = is_enabled
+        self._setting = trace
         self.has_traced = False
         self._speed: tuple[float, float] | None = None
         self.refusal: str | None = None
-        """Why the model cannot be traced, once that was seen."""
+        """Why the model is not traced, once that was seen."""
 
     def teach(self, profile: Profile, shape: BatchShape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         """Trace a micro-batch that the profile does not know, or that is much longer than all it knows.
@@ -58,16 +59,25 @@ class Forecast:
             Seconds spent; 0 where the profile knows enough.
 
         Raises:
-            TraceLeftBehindError: the forward has put tensors of the trace somewhere outside of the model.
+            TraceLeftBehindError: the forward has put tensors of the trace somewhere outside of the model where they
+                cannot be taken out again.
         """
         if (
-            not self._is_enabled
+            not self._setting
             or self.refusal is not None
             or not shape.is_told
             or (profile.knows(shape) and not profile.is_longer_than_any(shape))
         ):
             return 0.0
         started = time.perf_counter()
+        # Each time: a forward may have been exchanged since.
+        foreign = foreign_code(self._model) if self._setting == "auto" else None
+        if foreign is not None:
+            self._refuse(
+                f"it may have effects outside of itself, which a run on trial would have too: {foreign}. If it has "
+                "none, set trace=True (flex.trace: true in a recipe)"
+            )
+            return time.perf_counter() - started
         forward = self._trace(args, kwargs, shape.has_padding)
         if forward is not None:
             self.has_traced = True
@@ -89,7 +99,8 @@ class Forecast:
             forward = symbolic.trace(args, kwargs, has_padding=has_padding)
             forward.set_seconds(self._seconds_of)
         except Exception as error:  # a user's forward may fail in any way on tensors without data; said, not hidden
-            self._refuse(error)
+            self._refuse(f"it cannot be traced on shapes alone ({type(error).__name__}: {error})")
+            _forget_frames(error)
         finally:
             symbolic = None
             streams.restore()
@@ -99,21 +110,18 @@ class Forecast:
             gc.collect()
             if self._device.type == "cpu":
                 trim_freed_memory()  # resident memory is what the micro-batch starts from
-        if leftovers is not None:
-            leftovers.check()
+        left = None if leftovers is None else leftovers.take_out()
+        if left is not None:
+            self._refuse(left)
         return forward
 
-    def _refuse(self, error: Exception) -> None:
-        self.refusal = f"{type(error).__name__}: {error}"
-        _LOG.warning(
-            "Activation sizes of %s are learnt from real micro-batches, since it cannot be traced on shapes alone (%s)",
-            type(self._model).__name__,
-            self.refusal,
-        )
-        failed: BaseException | None = error
-        while failed is not None:  # its frames hold the twin's tensors
-            traceback.clear_frames(failed.__traceback__)
-            failed = failed.__cause__ or failed.__context__
+    def _refuse(self, reason: str) -> None:
+        """Trace no more, and say so once."""
+        if self.refusal is None:
+            self.refusal = reason
+            _LOG.warning(
+                "Activation sizes of %s are learnt from real micro-batches: %s", type(self._model).__name__, reason
+            )
 
     def _seconds_of(self, work: Work) -> float:
         """A first guess at an operator's time, until a real run has measured it."""
@@ -121,6 +129,14 @@ class Forecast:
             self._speed = _probe(self._device)
         flops_per_second, bytes_per_second = self._speed
         return max(work.flops / flops_per_second, work.moved_bytes / bytes_per_second) + _LAUNCH_SECONDS
+
+
+def _forget_frames(error: Exception) -> None:
+    """The frames of what has failed hold the twin's tensors."""
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed = failed.__cause__ or failed.__context__
 
 
 def _probe(device: torch.device) -> tuple[float, float]:

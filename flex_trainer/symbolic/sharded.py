@@ -15,7 +15,7 @@ from transformers.distributed.utils import TransformersDeviceMesh
 
 from flex_trainer.experts.dispatch import FlexEP, dispatcher_of
 from flex_trainer.experts.fake import FakeEP
-from flex_trainer.models.sharding import original_class, units_of
+from flex_trainer.models.sharding import original_class
 from flex_trainer.symbolic.counter import NotSymbolic
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
@@ -24,12 +24,13 @@ _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks",
 @contextmanager
 def without_sharding(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
     """For a deep copy of `model` with `memo`: units of FSDP2 become modules of their own class, without its hooks, and
-    dispatches between ranks become fakes.
+    dispatches between ranks become fakes. What is around a unit and hands on to it all that it does not have itself,
+    the refusal to be copied too, becomes a module of its own class as well.
 
     Raises:
         NotSymbolic: experts that get their tokens from other ranks in a way that has no fake.
     """
-    units = units_of(model)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) or _hands_through(module)]
     dispatchers = {module: one for module in model.modules() if isinstance(one := dispatcher_of(module), FlexEP)}
     for module in model.modules():
         if getattr(module, "_is_expert_parallel", False) and module not in dispatchers:
@@ -49,7 +50,12 @@ def without_sharding(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
         FakeEP(memo[id(module)], dispatcher.num_ranks, dispatcher.num_local_experts)
 
 
-def _state(unit: FSDPModule) -> dict[str, Any]:
+def _hands_through(module: nn.Module) -> bool:
+    """Whether copying the module would be left to a module inside, as PEFT's and torch's wrappers do."""
+    return not hasattr(type(module), "__deepcopy__") and hasattr(module, "__deepcopy__")
+
+
+def _state(unit: nn.Module) -> dict[str, Any]:
     """What a unit would hold if it were none."""
     state = {name: value for name, value in vars(unit).items() if name not in (STATE_KEY, REGISTRY_KEY)}
     for name in _HOOK_TABLES:

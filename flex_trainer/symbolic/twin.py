@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -13,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from flex_trainer.models.checkpointing import copy_checkpointing
 from flex_trainer.models.sharding import gathered_shape
+from flex_trainer.symbolic.effects import is_of_library
 from flex_trainer.symbolic.sharded import without_sharding
 from flex_trainer.undo import take_off_copy
 
 _LARGE_BYTES = 65536
-_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
 
 
 def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
@@ -45,6 +45,7 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
         twin = copy.deepcopy(model, memo)
     for module in model.modules():
         take_off_copy(module, memo[id(module)])
+    copy_checkpointing(model, memo)  # as it is now: on in the model, off while it is managed
     for module in twin.modules():
         for hooks in _hook_tables(module):
             for number in [number for number, hook in hooks.items() if hook is _FOREIGN]:
@@ -68,13 +69,7 @@ def _hook_tables(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
 
 def _foreign_hooks(module: nn.Module) -> Iterator[Any]:
     for hooks in _hook_tables(module):
-        for hook in hooks.values():
-            function = hook
-            while isinstance(function, functools.partial):
-                function = function.func
-            origin = getattr(function, "__module__", None) or type(function).__module__
-            if origin.partition(".")[0] not in _LIBRARIES:
-                yield hook
+        yield from (hook for hook in hooks.values() if not is_of_library(hook))
 
 
 class _PlainTensors(TorchFunctionMode):

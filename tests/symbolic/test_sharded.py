@@ -1,0 +1,77 @@
+"""Traces of models that FSDP2 has sharded, with adapters around them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flex_trainer.config import FlexConfig
+from flex_trainer.runtime import FlexRuntime
+from flex_trainer.testing.tiny import tiny_batch, tiny_model
+from tests.fake_meter import BASE_BYTES, with_fake_meter
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """One rank is enough for a model to be one of FSDP2's."""
+    store = torch.distributed.HashStore()  # type: ignore[reportPrivateImportUsage]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sharded(architecture: str) -> Any:
+    model: Any = tiny_model(architecture, num_hidden_layers=2)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def with_adapters(model: Any, target_parameters: list[str] | None = None) -> Any:
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], target_parameters=target_parameters, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(model, config)
+
+
+def first_record(model: Any) -> Any:
+    runtime = FlexRuntime(FlexConfig(BASE_BYTES + 500_000_000))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    batch = tiny_batch(model, 2, 16)
+    with runtime.backward():
+        model(**batch).loss.backward()
+    runtime.detach()
+    return runtime.records[0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "target_parameters"),
+    [("llama", None), ("gpt_oss", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])],
+)
+def test_adapters_around_a_sharded_model(architecture: str, target_parameters: list[str] | None) -> None:
+    record = first_record(with_adapters(sharded(architecture), target_parameters))
+    assert not record.is_profile
+    assert record.predicted_bytes == record.actual_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore:gradient checkpointing is on")
+def test_torchs_wrappers_around_units() -> None:
+    model = sharded("llama")
+    layers = set(model.model.layers)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
+    record = first_record(model)
+    assert not record.is_profile
+    assert record.predicted_bytes == record.actual_bytes > 0
