@@ -77,6 +77,7 @@ def test_sampler_ends_with_its_meter_and_the_file_after_it() -> None:
     meter.start_window()
     (thread,) = set(samplers()) - set(before)
     file = weakref.ref(meter._sampler.memory._statm)
+    assert meter._sampler.memory._statm is not None
     number = meter._sampler.memory._statm.fileno()
     is_held = threading.Event()
     sampler = meter._sampler
@@ -140,7 +141,8 @@ def test_no_peak_is_lost_between_threads_and_none_enters_the_next_window(monkeyp
     assert meter._sampler.note() == 5
     other.join()
     # Two threads at once: the higher one of two readings stays.
-    is_read.clear(), may_go_on.clear()
+    is_read.clear()
+    may_go_on.clear()
     reading[0] = 7
     other = threading.Thread(target=meter._sampler.note)
     other.start()
