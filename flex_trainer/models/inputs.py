@@ -203,7 +203,7 @@ def _sizes_of_numbers(value: Sequence[Any]) -> tuple[int, ...]:
     """Sizes of a list of numbers (N,), or of lists of numbers (N, longest); () for anything else."""
     if all(isinstance(item, Number) for item in value):
         return (len(value),)
-    if all(isinstance(item, (list, tuple)) and len(item) > 0 and isinstance(item[0], Number) for item in value):
+    if all(isinstance(item, (list, tuple)) and isinstance(next(iter(item), None), Number) for item in value):
         return len(value), max(len(item) for item in value)
     return ()
 
