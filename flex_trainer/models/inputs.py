@@ -209,7 +209,8 @@ def _sizes_of_numbers(value: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _rows_and_length(sizes: tuple[int, ...]) -> tuple[int, int]:
-    return (sizes[0], sizes[1]) if len(sizes) >= 2 else (1, sizes[0])
+    *rows, length = sizes[:2]
+    return rows[0] if rows else 1, length
 
 
 def _has_own_sizes(sizes: tuple[int, ...], batch_size: int, sequence_length: int, is_main: bool) -> bool:
