@@ -25,6 +25,7 @@ from torch import nn
 
 from flex_trainer.activations.clock import Clock, HostClock, clocks_for
 from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.parameters import ModelTensors
 from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
 from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
@@ -296,7 +297,7 @@ class FlexRuntime:
         micro_batch.scope = Scope(
             micro_batch,
             micro_batch.ledger,
-            parameters=[*self._model.parameters(), *self._model.buffers()],
+            parameters=ModelTensors(self._model),
             modules=self._modules,
             store=self._offloading.store,
             quantize_dtype=getattr(torch, self.config.quantize_dtype),
@@ -304,6 +305,7 @@ class FlexRuntime:
             clock=self._make_clock(),
             whereabouts=self._whereabouts,
             residency=self._units,
+            known=micro_batch.known,
         )
         return micro_batch
 

@@ -55,7 +55,7 @@ class Region:
         self._leaves = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
         self._module_state = None if module is None else ModuleState(module)
         self._hooks = None if module is None else InnerHooks(module)
-        self._state = ExecutionState.capture(_device_of(leaves))
+        self._state = ExecutionState(_device_of(leaves))
         self._ledger = ledger
         self._inner: dict[int, weakref.ref[Slot]] = {}
         self._outputs: dict[int, weakref.ref[Slot]] = {}

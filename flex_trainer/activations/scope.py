@@ -6,13 +6,17 @@ construction what the paper calls conflicting mitigation (BaGuaLu-2, section V-A
 or on two devices, because two consumers chose differently.
 
 A scope is open during one forward. It keeps nothing alive afterwards: what backward needs hangs on the autograd graph.
+
+Looking at every saved tensor costs the host as much as a plain forward of small kernels. Where everything is kept and
+all sizes are known (known.py), it is not done: then operators are only listed. `watch` ends that, for a plan that
+begins to mitigate in mid-forward.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +25,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from flex_trainer.activations.clock import Clock, HostClock
 from flex_trainer.activations.context import current_scope, scope_is
+from flex_trainer.activations.entry import Entry, keeps_nothing
 from flex_trainer.activations.identity import StorageTable, is_plain, storage_key
+from flex_trainer.activations.known import KnownForward, KnownHolding
 from flex_trainer.activations.leaves import leaves_of, tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
-from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
+from flex_trainer.activations.place import OUTSIDE, Whereabouts
 from flex_trainer.activations.quantize import QuantizedValue
 from flex_trainer.activations.region import Region
 from flex_trainer.activations.residency import Residency
@@ -51,46 +57,6 @@ class Choices(Protocol):
     def strategy(self, site: Site) -> Strategy: ...
 
 
-class _Entry:
-    """What the scope knows of one storage."""
-
-    __slots__ = (
-        "holding",
-        "dropped_bytes",
-        "is_counted",
-        "num_bytes",
-        "owner",
-        "pins",
-        "region",
-        "strategy",
-        "stored",
-        "value",
-        "version",
-    )
-
-    def __init__(self, owner: int, strategy: Strategy, value: int, version: int, num_bytes: int) -> None:
-        self.owner = owner
-        self.strategy = strategy
-        self.value = value
-        self.version = version
-        self.num_bytes = num_bytes
-        self.region: tuple[Region, int] | None = None  # (region, output index) when it is a recomputed output
-        self.holding: weakref.ref[Holding] | None = None
-        self.stored: weakref.ref[StoredValue] | None = None
-        self.is_counted = False  # in the ledger's demand
-        self.dropped_bytes = 0  # in the ledger's freed bytes, since a replay brings them back
-        self.pins: list[weakref.ref[Any]] = []  # alive as long as anything packed of this storage is
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether autograd holds anything of this storage."""
-        return any(pin() is not None for pin in self.pins)
-
-
-def _keeps_nothing(entry: _Entry) -> bool:
-    return entry.region is None
-
-
 class Scope:
     """One micro-batch's forward under a plan."""
 
@@ -108,12 +74,14 @@ class Scope:
         clock: Clock | None = None,
         whereabouts: Whereabouts | None = None,
         residency: Residency | None = None,
+        known: KnownForward | None = None,
     ) -> None:
-        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `residency`: where there are
-        others, that come and go (sharded weights). `modules`: by
-        site name, for what a replay has to restore and check. `on_memory` is called at
-        points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward.
-        `whereabouts` is kept up to date for whoever has to say where something failed."""
+        """`parameters`: tensors (parameters and buffers) that are only ever referred to, looked up when they are
+        needed. `residency`: where there are others, that come and go (sharded weights). `modules`: by site name, for
+        what a replay has to restore and check. `on_memory` is called at points where memory in use is worth sampling:
+        operator boundaries in forward, values coming back in backward. `whereabouts` is kept up to date, so that an
+        error can name the operator. `known`: what this forward holds, if all is kept; None: every saved tensor is
+        looked at."""
         self.ledger = ledger
         self._trace = Trace()
         self._marks: list[tuple[int, Any, Any]] = []  # (call, start, end): times not read yet
@@ -128,39 +96,86 @@ class Scope:
         self._clock: Clock = clock or HostClock()
         self._whereabouts = whereabouts or Whereabouts()
         self._residency = residency
-        self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
-        self._table: StorageTable[_Entry] = StorageTable()
-        self._stack: list[int] = []  # calls that are running, innermost last,
+        self._known = known
+        self._unwatched: list[Site] = []  # operators that ran while nothing was looked at
+        self._holding: KnownHolding | None = None  # of those
+        self._has_sentinel = False
+        self._parameter_tensors = parameters
+        self._parameters: set[int] = set()
+        self._table: StorageTable[Entry] = StorageTable()
+        self._running: list[Site] = []  # operators that are running, innermost last; after an error, where it came from
+        self._stack: list[int] = []  # their calls,
         self._between: list[Strategy] = []  # and what becomes of what is computed between their operators
         self._region: Region | None = None  # the region that is running, if any,
         self._region_call = -1  # and its call
         self._num_packs = 0  # in the running region
-        self._fresh: list[_Entry] = []  # counted since the last sweep
+        self._fresh: list[Entry] = []  # counted since the last sweep
 
     @contextmanager
     def open(self) -> Iterator[Scope]:
         """Make this the current scope of the thread and pack what is saved until the context ends."""
-        with scope_is(self), saved_tensors_hooks(self._pack, self._unpack):
-            try:
+        self._whereabouts.follow(self._running)
+        known = self._known
+        if known is None:
+            self._find_parameters()
+        else:
+            self._holding = KnownHolding(known, self.ledger)
+        hooks = nullcontext() if known is not None else saved_tensors_hooks(self._pack, self._unpack)
+        try:
+            with scope_is(self), hooks:
                 yield self
-            finally:
-                self.sweep()
-                self._table.clear()
-                self._stack.clear()
-                self._between.clear()
+            if self._holding is not None and self._known is not None:
+                self._holding.end_forward()
+        finally:
+            self._holding = None
+            self.sweep()
+            self._table.clear()
+            self._stack.clear()
+            self._between.clear()
+            self._whereabouts.at = self._whereabouts.at  # a copy: what runs is forgotten now
+            self._running.clear()
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether saved tensors are looked at from here on."""
+        return self._known is None
+
+    def watch(self) -> None:
+        """From here on, look at every saved tensor: strategies are not all "keep" any more, say. What was saved before
+        stays as it is."""
+        if self._known is None:
+            return
+        self._known = None
+        self._find_parameters()
+        if self._holding is not None and self._running:
+            self._holding.end_layer(max(site.layer for site in self._running))
+
+    def _find_parameters(self) -> None:
+        self._parameters.update(storage_key(p) for p in self._parameter_tensors if is_plain(p))
 
     @property
     def trace(self) -> Trace:
-        """What forward did. Reading it on CUDA waits for the operators whose times were not read yet."""
+        """What forward did, in as far as it was watched. Reading it on CUDA waits for the operators whose times were not
+        read yet."""
         for index, start, end in self._marks:
             self._trace.calls[index].seconds = self._clock.seconds(start, end)
         self._marks.clear()
         return self._trace
 
     @property
+    def is_traced(self) -> bool:
+        """Whether all of the forward was watched, so that `trace` tells all."""
+        return self._known is None and not self._unwatched
+
+    @property
     def calls(self) -> list[CallTrace]:
-        """The calls so far, without their times: nothing is waited for."""
+        """The calls so far that were watched, without their times: nothing is waited for."""
         return self._trace.calls
+
+    @property
+    def sites(self) -> list[Site]:
+        """What has run so far, or begun to."""
+        return [*self._unwatched, *(call.site for call in self._trace.calls)]
 
     # Running operators
 
@@ -169,9 +184,31 @@ class Scope:
         current scope (in a replay, for one)."""
         if current_scope() is not self:
             return function(*args, **kwargs)
+        running = self._running
+        depth = len(running)
+        running.append(site)
+        self._whereabouts.phase = "forward"
+        if self._known is not None:
+            self._unwatched.append(site)
+            if self._has_sentinel and site.layer >= 0:
+                result = function(*args, **kwargs)
+            else:
+                with saved_tensors_hooks(self._pack_sentinel, self._unpack):
+                    result = function(*args, **kwargs)
+        elif self._unwatched and self._region is None:  # watched since a while: no hooks are on outside of operators
+            with saved_tensors_hooks(self._pack, self._unpack):
+                result = self._run_watched(site, function, args, kwargs)
+        else:
+            result = self._run_watched(site, function, args, kwargs)
+        del running[depth:]  # not after an error: it has come from the innermost
+        return result
+
+    def _run_watched(
+        self, site: Site, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self._residency is not None:
             self._parameters.update(storage_key(weight) for weight in self._residency.weights(site.name))
-        call = CallTrace(site, parent=self._stack[-1] if self._stack else -1)
+        call = CallTrace(site, self._stack[-1] if self._stack else -1)
         for tensor in tensors_of(args, kwargs):
             entry = self._entry(tensor)
             if entry is not None:
@@ -183,7 +220,6 @@ class Scope:
         outer_region = self._region, self._region_call
         self._stack.append(index)
         self._between.append(Strategy.KEEP if chosen is Strategy.RECOMPUTE else chosen)
-        self._whereabouts.at = Place("forward", site.name)
         start = self._clock.mark()
         try:
             if strategy is Strategy.RECOMPUTE:
@@ -196,7 +232,6 @@ class Scope:
             self._between.pop()
             self._region, self._region_call = outer_region
         self._note_outputs(index, strategy, result, region)
-        self._whereabouts.at = Place("forward", self._name())
         self._on_memory()
         return result
 
@@ -252,6 +287,11 @@ class Scope:
     def sweep(self) -> None:
         """Forget dead storages (called when a layer ends), and savers on branches of the graph that died in forward,
         such as a router's unused scores."""
+        if self._known is not None:
+            if self._holding is not None and self._unwatched:
+                self._holding.end_layer(self._unwatched[-1].layer)
+            self._on_memory()
+            return
         for entry in self._fresh:
             if not entry.is_pinned:
                 value = self._trace.values[entry.value]
@@ -261,7 +301,7 @@ class Scope:
                 self.ledger.freed("recompute", -entry.dropped_bytes)
                 entry.dropped_bytes = 0
         self._fresh.clear()
-        self._table.sweep(_keeps_nothing)
+        self._table.sweep(keeps_nothing)
 
     # Packing
 
@@ -297,23 +337,30 @@ class Scope:
         """A tensor that a region needs for its replay."""
         entry = self._entry(tensor)
         if entry is None:
-            return PackedReference(tensor.detach(), self._name())
+            return PackedReference(_detached(tensor), self._name())
         return self._hold(entry, tensor)
+
+    def _pack_sentinel(self, tensor: torch.Tensor) -> Packed:
+        """Where nothing is looked at: keep the tensor, and with it the account of the whole forward."""
+        self._has_sentinel = True
+        assert self._holding is not None
+        return PackedKept(_detached(tensor), self._holding, self._running[-1].name if self._running else OUTSIDE)
 
     def _refer(self, tensor: torch.Tensor) -> PackedReference:
         """The packed form of a parameter, or of a tensor of a kind that is left alone."""
         self.ledger.num_unmanaged += not is_plain(tensor)
-        return PackedReference(tensor.detach(), self._name())
+        return PackedReference(_detached(tensor), self._name())
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         self.was_used = True
-        self._whereabouts.at = Place("recovery", packed.name)
+        whereabouts = self._whereabouts
+        whereabouts.phase, whereabouts.operator = "recovery", packed.name
         tensor = packed.get()
-        self._whereabouts.at = Place("backward", packed.name)
+        whereabouts.phase, whereabouts.operator = "backward", packed.name
         self._on_memory()
         return tensor
 
-    def _hold(self, entry: _Entry, tensor: torch.Tensor) -> Packed:
+    def _hold(self, entry: Entry, tensor: torch.Tensor) -> Packed:
         """The packed form of a tensor whose storage is known."""
         name = self._owner_name(entry)
         if entry.region is not None and entry.version == tensor._version and self._is_whole(entry.region[0]):
@@ -333,9 +380,9 @@ class Scope:
             holding = Holding(self.ledger, entry.num_bytes)
             entry.holding = weakref.ref(holding)
             entry.pins.append(entry.holding)
-        return PackedKept(tensor.detach(), holding, name)
+        return PackedKept(_detached(tensor), holding, name)
 
-    def _put(self, entry: _Entry, tensor: torch.Tensor) -> StoredValue | None:
+    def _put(self, entry: Entry, tensor: torch.Tensor) -> StoredValue | None:
         """Offload or quantise the storage, unless it is too small, already held as it is, or of the wrong kind."""
         if entry.num_bytes < self._min_mitigated_bytes or alive(entry.holding) is not None:
             return None
@@ -355,7 +402,7 @@ class Scope:
             entry.pins.append(entry.stored)
         return stored
 
-    def _count(self, entry: _Entry, tensor: torch.Tensor) -> None:
+    def _count(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Note that autograd saves this storage, once per storage in the ledger, once per saver in the trace."""
         value = self._trace.values[entry.value]
         saver = self._stack[-1] if self._stack else -1
@@ -372,13 +419,13 @@ class Scope:
         """Whether a region can be run again in the backward of whoever saves one of its outputs now."""
         return self._residency is None or self._residency.is_whole(region.name, self._name())
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: Entry) -> None:
         entry.dropped_bytes = entry.num_bytes
         self.ledger.freed("recompute", entry.dropped_bytes)
 
     # Identity
 
-    def _entry(self, tensor: torch.Tensor) -> _Entry | None:
+    def _entry(self, tensor: torch.Tensor) -> Entry | None:
         """What is known of the tensor's storage; None for parameters and for kinds of tensors left alone."""
         if not is_plain(tensor):
             return None
@@ -392,14 +439,19 @@ class Scope:
             return self._new_entry(tensor, storage, -1, Strategy.KEEP)
         return self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
 
-    def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> _Entry:
+    def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> Entry:
         num_bytes = storage.nbytes()
         self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size(), layout=StorageLayout.of(tensor)))
-        entry = _Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
+        entry = Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
         return self._table.put(storage, entry)
 
     def _name(self) -> str:
-        return self._trace.calls[self._stack[-1]].site.name if self._stack else OUTSIDE
+        return self._running[-1].name if self._running else OUTSIDE
 
-    def _owner_name(self, entry: _Entry) -> str:
+    def _owner_name(self, entry: Entry) -> str:
         return self._trace.calls[entry.owner].site.name if entry.owner >= 0 else OUTSIDE
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph; autograd hands most over in that form already."""
+    return tensor.detach() if tensor.requires_grad else tensor

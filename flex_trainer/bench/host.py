@@ -182,6 +182,7 @@ class _Timer:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.num_operators = self.num_regions = 0
+        self.is_watching = True
 
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.num_operators += 1

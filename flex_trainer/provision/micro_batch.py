@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 
+from flex_trainer.activations.known import KnownForward
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Choices, Scope
 from flex_trainer.cost.shape import BatchShape
@@ -43,6 +45,8 @@ class MicroBatch:
     ledger: Ledger = field(default_factory=Ledger)
     is_covered: bool = False
     """Whether another micro-batch began while this one was in flight: the peak is then not its own."""
+    known: KnownForward | None = None
+    """Given where it runs without a look at each saved tensor."""
     scope: Scope | None = None
     actual_bytes: int = 0
     _counts: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
@@ -57,7 +61,7 @@ class MicroBatch:
     def ran(self) -> dict[str, Strategy]:
         """The strategies of the operators that have run forward, by site name."""
         assert self.scope is not None, "until backward has ended"
-        ran = {call.site: self.strategy(call.site) for call in self.scope.calls}
+        ran = {site: self.strategy(site) for site in self.scope.sites}
         return {site.name: strategy if site.allows(strategy) else Strategy.KEEP for site, strategy in ran.items()}
 
     def note_routing(self, site: Site, routing: Routing) -> None:
@@ -72,11 +76,7 @@ class MicroBatch:
         self.actual_bytes = self.ledger.held_bytes
         if not self._counts:
             return
-        ratios = [
-            counts.max() / (counts.float().mean().clamp(min=1e-9) if mean is None else mean)
-            for counts, mean in self._counts
-        ]
-        worst = torch.stack(ratios).max()
+        worst = _worst_imbalance(self._counts)
         if worst.is_cuda:
             # On its way while backward runs. Asked for afterwards, it would come when all of backward has.
             self._has_arrived = arrival = torch.cuda.Event()
@@ -128,3 +128,22 @@ class MicroBatch:
         if self._has_arrived is not None:
             self._has_arrived.synchronize()
         return float(self._worst)
+
+
+def _worst_imbalance(counts: list[tuple[torch.Tensor, float | None]]) -> torch.Tensor:
+    """Largest over layers of most tokens of one expert / mean tokens, in a few kernels for all layers together."""
+    by_size: dict[int, list[tuple[torch.Tensor, float | None]]] = {}
+    for layer in counts:
+        by_size.setdefault(layer[0].numel(), []).append(layer)
+    worst = []
+    for layers in by_size.values():
+        tokens = torch.stack([count for count, _ in layers]).float()
+        means = [mean for _, mean in layers]
+        if all(mean is None for mean in means):
+            ratios = tokens.amax(dim=1) / tokens.mean(dim=1).clamp_(min=1e-9)
+        else:
+            # Of all ranks, so known on the host: a tensor of them is copied without a wait.
+            pinned = torch.tensor([math.inf if mean is None else mean for mean in means], dtype=torch.float32)
+            ratios = tokens.amax(dim=1) / pinned.to(tokens.device, non_blocking=True)
+        worst.append(ratios.amax())
+    return worst[0] if len(worst) == 1 else torch.stack(worst).amax()

@@ -39,6 +39,7 @@ from flex_trainer.provision.loads import Loads, RecentLoads
 from flex_trainer.provision.margin import SafetyMargin
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.plan_cache import PlanCache
+from flex_trainer.provision.watching import Watching
 from flex_trainer.ranks import this_rank
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.units import format_bytes
@@ -117,6 +118,7 @@ class Provisioner:
             self._margin = SafetyMargin(self._profile.margin_bytes)
         self._forecast = Forecast(model, model_map, next(model.parameters()).device, config.trace)
         self._gradients = Gradients(model, model_map)
+        self._watching = Watching(model)
         self._gathered_bytes = gathered_bytes(model) if units_of(model) else 0
         self._plans = PlanCache(config, self._profile, self._correction, offloading)
         self._check_start()
@@ -175,6 +177,7 @@ class Provisioner:
         else:
             unknown = Uniform(self._most_effective())
             micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0), gradients)
+        micro_batch.known = self._watching.known(micro_batch)
         micro_batch.plan_seconds = time.perf_counter() - started
         return micro_batch
 
@@ -182,7 +185,7 @@ class Provisioner:
         """After a router: re-plan what has not run yet if this layer gets more than planned, or if more is held by now
         than was predicted. This layer's experts come first: recomputing their whole block is always possible."""
         plan = micro_batch.plan
-        if plan is None or micro_batch.scope is None or not self._profile.knows(micro_batch.shape):
+        if plan is None or micro_batch.scope is None:
             return
         started = time.perf_counter()
         planned_pairs = self._profile.pairs(micro_batch.shape, site.name)
@@ -200,6 +203,8 @@ class Provisioner:
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
             revised = self._plans.revised(graph, available_bytes, micro_batch.gradients, ran)
             micro_batch.plan = micro_batch.choices = revised
+            if revised.strategies:
+                micro_batch.scope.watch()
             micro_batch.loads.note_plan()
             micro_batch.num_replans += 1
         micro_batch.plan_seconds += time.perf_counter() - started
@@ -234,10 +239,12 @@ class Provisioner:
             started = time.perf_counter()
             micro_batch.plan = self._as_it_ran(micro_batch)
             micro_batch.plan_seconds += time.perf_counter() - started
-        trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
-        if trace is None:
-            return  # nothing arrived in some layer, so its sizes are not known
-        self._profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
+        self._watching.note(micro_batch, peak_bytes)
+        if micro_batch.scope.is_traced:
+            trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
+            if trace is None:
+                return  # nothing arrived in some layer, so its sizes are not known
+            self._profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
         if micro_batch.is_covered:
             return  # the peak has other micro-batches in it
         above_bytes = peak_bytes - micro_batch.baseline_bytes - self._gathered_bytes

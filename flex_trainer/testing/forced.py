@@ -45,6 +45,7 @@ class ForcedRuntime(FlexRuntime):
         micro_batch.choices, micro_batch.plan = self._choices, None
         assert micro_batch.scope is not None
         micro_batch.scope._min_mitigated_bytes = 1
+        micro_batch.scope.watch()
         return micro_batch
 
 

@@ -1,0 +1,94 @@
+"""The global random streams of Python and numpy, which operators may draw from as well.
+
+Reading both takes 0.15 ms, more than all else that a recomputed region costs. But they hardly ever move, and that shows
+in their raw memory, which is compared for the price of copying 5 KB: so they are read once, and again only after a draw.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+import struct
+import threading
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+_NUM_WORDS = 625
+"""Of a Mersenne twister: 624 words of state and a position."""
+_NUM_BYTES = 4 * _NUM_WORDS
+_HEADER_BYTES = object.__basicsize__
+"""A reference count, which changes all the time, and the type."""
+
+_thread = threading.local()
+
+
+class HostRandom:
+    """Both streams at one point."""
+
+    __slots__ = ("_numpy", "_python", "_raw")
+
+    def __init__(self, raw: tuple[Any, ...]) -> None:
+        self._raw = raw
+        self._python: Any = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=False)
+
+    @classmethod
+    def capture(cls) -> HostRandom:
+        """The streams as they are now. One object serves all operators between two draws."""
+        last: HostRandom | None = getattr(_thread, "last", None)
+        raw = _raw()
+        if last is None or last._raw != raw:
+            last = _thread.last = cls(raw)
+        return last
+
+    def put_back(self) -> None:
+        """Have the streams go on from here; nothing is done where they have not moved."""
+        if _raw() != self._raw:
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+
+
+def _raw() -> tuple[Any, ...]:
+    """Both streams' states in a form that compares: equal only where the streams are."""
+    python, numpy = _python_address(), _numpy_address(np.random.get_bit_generator())
+    stream: Any = random.getstate.__self__ if python is not None else None  # pyright: ignore[reportFunctionMemberAccess]
+    return (
+        pickle.dumps(random.getstate()) if python is None else ctypes.string_at(python, _NUM_BYTES),
+        None if stream is None else stream.gauss_next,
+        pickle.dumps(np.random.get_state(legacy=False)) if numpy is None else ctypes.string_at(numpy, _NUM_BYTES),
+        _numpy_cache(),
+    )
+
+
+@cache
+def _python_address() -> int | None:
+    """Of the state of the stream behind the module's functions: in CPython a position and 624 words after the object's
+    header, which is checked. None where it is not."""
+    stream: Any = getattr(random.getstate, "__self__", None)
+    if type(stream) is not random.Random or type(stream).__basicsize__ < _HEADER_BYTES + _NUM_BYTES:
+        return None
+    address = id(stream) + _HEADER_BYTES
+    position, *words = struct.unpack(f"{_NUM_WORDS}I", ctypes.string_at(address, _NUM_BYTES))
+    return address if (*words, position) == random.getstate()[1] else None
+
+
+@cache
+def _numpy_address(generator: Any) -> int | None:
+    """Of a bit generator's state, as numpy's `ctypes` interface says; checked to be a Mersenne twister's words and
+    position. None for generators of other kinds."""
+    state = generator.state
+    if state.get("bit_generator") != "MT19937":
+        return None
+    address = int(generator.ctypes.state_address)
+    *words, position = struct.unpack(f"{_NUM_WORDS}I", ctypes.string_at(address, _NUM_BYTES))
+    is_there = position == state["state"]["pos"] and words == state["state"]["key"].tolist()
+    return address if is_there else None
+
+
+def _numpy_cache() -> bytes:
+    """What numpy's global stream keeps beside its generator: every second normal number is drawn in advance."""
+    stream: Any = np.random.get_state.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    return ctypes.string_at(id(stream) + _HEADER_BYTES, type(stream).__basicsize__ - _HEADER_BYTES)
