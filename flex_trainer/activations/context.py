@@ -64,7 +64,7 @@ class ExecutionState:
         """Run under this state; the global random streams go on afterwards as if nothing had happened."""
         now = ExecutionState(self._device)
         try:
-            self._put_back_streams()
+            self._put_back_streams(now)
             _allow_attention_kernels(self._attention_kernels)
             if now._autocast == self._autocast:
                 yield
@@ -72,12 +72,14 @@ class ExecutionState:
                 with _Autocasts(self._autocast):
                     yield
         finally:
-            now._put_back_streams()
+            now._put_back_streams(None)
             _allow_attention_kernels(now._attention_kernels)
 
-    def _put_back_streams(self) -> None:
-        self._host_rng.put_back()
-        if _cpu_rng() is not self._rng:
+    def _put_back_streams(self, now: ExecutionState | None) -> None:
+        """Have the streams go on from here. `now`: as they are, where that is known."""
+        if now is None or now._host_rng is not self._host_rng:
+            self._host_rng.put_back()
+        if (_cpu_rng() if now is None else now._rng) is not self._rng:
             torch.set_rng_state(self._rng)
         if self._device_rng is not None:
             torch.cuda.set_rng_state(self._device_rng, self._device)

@@ -22,6 +22,11 @@ _NUM_BYTES = 4 * _NUM_WORDS
 _HEADER_BYTES = object.__basicsize__
 """A reference count, which changes all the time, and the type."""
 
+_PYTHON: Any = getattr(random.getstate, "__self__", None)
+_NUMPY: Any = getattr(np.random.get_state, "__self__", None)
+_NUMPY_CACHE, _NUMPY_CACHE_BYTES = id(_NUMPY) + _HEADER_BYTES, type(_NUMPY).__basicsize__ - _HEADER_BYTES
+"""What numpy's stream keeps beside its generator: normal numbers drawn in advance."""
+_bytes_at = ctypes.string_at
 _thread = threading.local()
 
 
@@ -53,13 +58,13 @@ class HostRandom:
 
 def _raw() -> tuple[Any, ...]:
     """Both streams' states in a form that compares: equal only where the streams are."""
+    # numpy's generator may be exchanged (`set_bit_generator`).
     python, numpy = _python_address(), _numpy_address(np.random.get_bit_generator())
-    stream: Any = random.getstate.__self__ if python is not None else None  # pyright: ignore[reportFunctionMemberAccess]
     return (
-        pickle.dumps(random.getstate()) if python is None else ctypes.string_at(python, _NUM_BYTES),
-        None if stream is None else stream.gauss_next,
-        pickle.dumps(np.random.get_state(legacy=False)) if numpy is None else ctypes.string_at(numpy, _NUM_BYTES),
-        _numpy_cache(),
+        pickle.dumps(random.getstate()) if python is None else _bytes_at(python, _NUM_BYTES),
+        None if python is None else _PYTHON.gauss_next,  # every second normal number is drawn in advance
+        pickle.dumps(np.random.get_state(legacy=False)) if numpy is None else _bytes_at(numpy, _NUM_BYTES),
+        _bytes_at(_NUMPY_CACHE, _NUMPY_CACHE_BYTES),
     )
 
 
@@ -67,10 +72,9 @@ def _raw() -> tuple[Any, ...]:
 def _python_address() -> int | None:
     """Of the state of the stream behind the module's functions: in CPython a position and 624 words after the object's
     header, which is checked. None where it is not."""
-    stream: Any = getattr(random.getstate, "__self__", None)
-    if type(stream) is not random.Random or type(stream).__basicsize__ < _HEADER_BYTES + _NUM_BYTES:
+    if type(_PYTHON) is not random.Random or type(_PYTHON).__basicsize__ < _HEADER_BYTES + _NUM_BYTES:
         return None
-    address = id(stream) + _HEADER_BYTES
+    address = id(_PYTHON) + _HEADER_BYTES
     position, *words = struct.unpack(f"{_NUM_WORDS}I", ctypes.string_at(address, _NUM_BYTES))
     return address if (*words, position) == random.getstate()[1] else None
 
@@ -86,9 +90,3 @@ def _numpy_address(generator: Any) -> int | None:
     *words, position = struct.unpack(f"{_NUM_WORDS}I", ctypes.string_at(address, _NUM_BYTES))
     is_there = position == state["state"]["pos"] and words == state["state"]["key"].tolist()
     return address if is_there else None
-
-
-def _numpy_cache() -> bytes:
-    """What numpy's global stream keeps beside its generator: every second normal number is drawn in advance."""
-    stream: Any = np.random.get_state.__self__  # pyright: ignore[reportFunctionMemberAccess]
-    return ctypes.string_at(id(stream) + _HEADER_BYTES, type(stream).__basicsize__ - _HEADER_BYTES)

@@ -25,8 +25,8 @@ from flex_trainer.snapshot import NOT_STATE
 
 _ANY_VERSION = -1
 """In place of a version that the first run itself has moved."""
-_SCALARS = frozenset({type(None), bool, int, float, complex, str})
-_CONTAINERS = frozenset({list, set, deque, dict, defaultdict, OrderedDict, Counter})
+SCALARS = frozenset({type(None), bool, int, float, complex, str})
+CONTAINERS = frozenset({list, set, deque, dict, defaultdict, OrderedDict, Counter})
 _MOST_ITEMS = 4096
 """Longer containers are not remembered as they were at the first run: a replay gets a copy of what they are then."""
 _MOST_DEPTH = 4
@@ -67,11 +67,7 @@ class ModuleState:
         if len(facts) != len(first) or any(
             (a, v) != (b, w) and (a, w) != (b, _ANY_VERSION) for (_, a, v), (_, b, w) in zip(facts, first, strict=True)
         ):
-            raise RuntimeError(
-                f"the parameters of {name} changed between forward and backward (an optimizer step, exchanged weights, "
-                "functional_call, another adapter): what was dropped cannot be computed again. Run backward before the "
-                "change, or leave 'recompute' out of strategies."
-            )
+            raise parameters_changed(name)
         parameters = list(module.parameters())
         trained = [parameter.requires_grad for parameter in parameters]
         now = [_Bindings(part.module) for part in self._parts]
@@ -85,6 +81,15 @@ class ModuleState:
                 part.rewind_generators()
                 bindings.bind()
             _set_trained(parameters, trained)
+
+
+def parameters_changed(name: str) -> RuntimeError:
+    """The error of a replay that does not find the parameters of the first run."""
+    return RuntimeError(
+        f"the parameters of {name} changed between forward and backward (an optimizer step, exchanged weights, "
+        "functional_call, another adapter): what was dropped cannot be computed again. Run backward before the "
+        "change, or leave 'recompute' out of strategies."
+    )
 
 
 class _Part:
@@ -139,9 +144,9 @@ class _Value:
         self._kept: torch.Tensor | None = None
         self._version = 0
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             self._content = value
-        elif kind in _CONTAINERS:
+        elif kind in CONTAINERS:
             if _is_settled(value, _MOST_DEPTH):
                 self._content = _copied(value, _MOST_DEPTH)
         elif isinstance(value, torch.Generator):
@@ -163,11 +168,11 @@ class _Value:
                     "or have forward make a new tensor."
                 )
             return self._content.clone()
-        if type(now) in _CONTAINERS and (self._content is _SAME or type(self._content) in _CONTAINERS):
+        if type(now) in CONTAINERS and (self._content is _SAME or type(self._content) in CONTAINERS):
             return _copied(now if self._content is _SAME else self._content, _MOST_DEPTH)
-        if type(self._content) in _CONTAINERS:
+        if type(self._content) in CONTAINERS:
             return _copied(self._content, _MOST_DEPTH)
-        return self._content if type(self._content) in _SCALARS else _SAME
+        return self._content if type(self._content) in SCALARS else _SAME
 
 
 class _Bindings:
@@ -200,7 +205,7 @@ def _is_settled(container: Any, depth: int) -> bool:
         return False
     items = container.values() if isinstance(container, dict) else container
     return all(
-        _is_settled(item, depth - 1) if type(item) in _CONTAINERS else getattr(item, "grad_fn", None) is None
+        _is_settled(item, depth - 1) if type(item) in CONTAINERS else getattr(item, "grad_fn", None) is None
         for item in items
     )
 
@@ -210,7 +215,7 @@ def _copied(container: Any, depth: int) -> Any:
     new = copy.copy(container)
     if depth > 0 and not isinstance(new, set):
         for key, item in list(new.items() if isinstance(new, dict) else enumerate(new)):
-            if type(item) in _CONTAINERS:
+            if type(item) in CONTAINERS:
                 new[key] = _copied(item, depth - 1)
     return new
 

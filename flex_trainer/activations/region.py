@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flex_trainer.activations.context import ExecutionState, no_scope
 from flex_trainer.activations.hooks import InnerHooks
+from flex_trainer.activations.leaves import leaves_of, mapped
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.module_state import ModuleState
+from flex_trainer.activations.quick_state import QuickState, state_of
 from flex_trainer.activations.values import Packed, Slot, alive
 
 
@@ -51,18 +52,31 @@ class Region:
         parameters the function uses."""
         self.name = name
         self._function = function
-        leaves, self._spec = tree_flatten((args, kwargs))
-        self._leaves = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
-        self._module_state = None if module is None else ModuleState(module)
-        self._hooks = None if module is None else InnerHooks(module)
-        self._state = ExecutionState(_device_of(leaves))
+        device: torch.device | None = None
+
+        def pack(leaf: Any) -> Any:
+            nonlocal device
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            device = device or leaf.device
+            return _PackedLeaf(leaf, pack_input)
+
+        # Lists and tuples of the call are made anew, so that what the caller does to its own later is not seen.
+        self._args = tuple([mapped(pack, arg) for arg in args])
+        self._kwargs = {name: mapped(pack, value) for name, value in kwargs.items()}
+        self._module_state: ModuleState | QuickState | None = None
+        self._hooks: InnerHooks | None = None
+        if module is not None:
+            self._module_state = state_of(module, list(module.modules()) if module._modules else [module])
+            self._hooks = InnerHooks(module)
+        self._state = ExecutionState(device or torch.device("cpu"))
         self._ledger = ledger
         self._inner: dict[int, weakref.ref[Slot]] = {}
         self._outputs: dict[int, weakref.ref[Slot]] = {}
 
     def first_run(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
         """A context for the first run. `num_saved`: how many tensors the region has saved so far."""
-        return nullcontext() if self._hooks is None else self._hooks.first_run(num_saved)
+        return _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.first_run(num_saved)
 
     def note_first_run(self) -> None:
         """The first run has ended."""
@@ -87,9 +101,8 @@ class Region:
         """Run the operator again and fill every live slot. Random streams are left as they were found."""
         inner = {number: slot for number, ref in self._inner.items() if (slot := alive(ref)) and slot.value is None}
         outputs = {index: slot for index, ref in self._outputs.items() if (slot := alive(ref)) and slot.value is None}
-        args, kwargs = tree_unflatten(
-            [leaf.recover() if isinstance(leaf, _PackedLeaf) else leaf for leaf in self._leaves], self._spec
-        )
+        args = [mapped(_recovered, arg) for arg in self._args]
+        kwargs = {name: mapped(_recovered, value) for name, value in self._kwargs.items()}
         last_inner = max(inner, default=-1)
         number = -1
 
@@ -104,8 +117,8 @@ class Region:
         def never(_: None) -> torch.Tensor:
             raise AssertionError("a replay's own graph never runs backward")
 
-        module_state = nullcontext() if self._module_state is None else self._module_state.restored(self.name)
-        hooks = nullcontext() if self._hooks is None else self._hooks.replay()
+        module_state = _NOTHING if self._module_state is None else self._module_state.restored(self.name)
+        hooks = _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.replay()
         with (
             module_state,
             hooks,
@@ -119,7 +132,7 @@ class Region:
             except _ReplayDone:
                 result = None
         if outputs:
-            leaves = tree_flatten(result)[0]
+            leaves = leaves_of(result)
             for index, slot in outputs.items():
                 slot.fill(leaves[index].detach())
         self._ledger.num_replays += 1
@@ -145,9 +158,8 @@ class _PackedLeaf:
         return self._packed.get().detach().requires_grad_(self._requires_grad)
 
 
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
+def _recovered(leaf: Any) -> Any:
+    return leaf.recover() if isinstance(leaf, _PackedLeaf) else leaf
 
 
-def _device_of(leaves: list[Any]) -> torch.device:
-    return next((leaf.device for leaf in leaves if _is_tensor(leaf)), torch.device("cpu"))
+_NOTHING: AbstractContextManager[None] = nullcontext()

@@ -249,12 +249,11 @@ class Scope:
         region = Region(name, function, args, kwargs, self._pack_input, self.ledger, module)
         self._region, self._region_call = region, index
         self._num_packs = 0
-        inputs = [tensor for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
-        versions = [tensor._version for tensor in inputs]
+        inputs = [(tensor, tensor._version) for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
         with saved_tensors_hooks(self._pack_inner, self._unpack), region.first_run(lambda: self._num_packs):
             result = function(*args, **kwargs)
         region.note_first_run()
-        if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
+        if any(tensor._version != version for tensor, version in inputs):
             raise RuntimeError(
                 f"{name} changes one of its inputs in place, so it cannot be run a second time in backward. Use the "
                 "out-of-place form of that operation, or leave 'recompute' out of strategies."

@@ -1,0 +1,123 @@
+"""Modules that keep nothing but numbers, strings and objects of their own: a replay finds them as they were at once.
+
+That is nearly every module. `ModuleState` copies what could change inside of tensors, containers and generators; here
+there is nothing of that kind, so all that a module holds is compared by identity, which takes a microsecond.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from flex_trainer.activations.module_state import CONTAINERS, SCALARS, ModuleState, parameters_changed
+from flex_trainer.snapshot import NOT_STATE
+
+
+def state_of(module: nn.Module, parts: list[nn.Module]) -> ModuleState | QuickState:
+    """What the first run of an operator finds. `parts`: all modules in `module`."""
+    return QuickState(parts) if all(map(_is_quick, parts)) else ModuleState(module)
+
+
+def _is_quick(part: nn.Module) -> bool:
+    if part._buffers or "parametrizations" in part._modules:
+        return False
+    for parameter in part._parameters.values():
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            return False
+    attributes = vars(part)
+    for name in attributes.keys() - NOT_STATE:
+        value = attributes[name]
+        if type(value) in CONTAINERS or isinstance(value, (torch.Tensor, torch.Generator)):
+            return False
+    return True
+
+
+class QuickState:
+    """Attributes, training flags and parameters of modules, when an operator first ran."""
+
+    __slots__ = ("_attributes", "_parameters", "_parts")
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self._parts = parts
+        self._attributes = [dict(vars(part)) for part in parts]
+        self._parameters: list[tuple[nn.Parameter, bool, torch.UntypedStorage, int | None]] = [
+            (parameter, parameter.requires_grad, parameter.untyped_storage(), parameter._version)
+            for part in parts
+            for parameter in part._parameters.values()
+            if parameter is not None
+        ]
+
+    def note_first_run(self) -> None:
+        """The first run has ended. A parameter whose version it moved is checked for its storage alone from now on."""
+        if any(parameter._version != version for parameter, _, _, version in self._parameters):
+            self._parameters = [
+                (parameter, is_trained, storage, version if parameter._version == version else None)
+                for parameter, is_trained, storage, version in self._parameters
+            ]
+
+    @contextmanager
+    def restored(self, name: str) -> Iterator[None]:
+        """Run with the state of the first run; what the run changes is taken back.
+
+        Raises:
+            RuntimeError: a parameter was exchanged or written to since.
+        """
+        self._check_parameters(name)
+        trained = [parameter.requires_grad for parameter, *_ in self._parameters]
+        now = [
+            None if _is_same(vars(part), first) else dict(vars(part))
+            for part, first in zip(self._parts, self._attributes, strict=True)
+        ]
+        try:
+            for (parameter, is_trained, _, _), is_trained_now in zip(self._parameters, trained, strict=True):
+                if is_trained != is_trained_now:
+                    parameter.requires_grad_(is_trained)
+            for part, first, found in zip(self._parts, self._attributes, now, strict=True):
+                if found is not None:
+                    _bind(part, _for_replay(first, found))
+            yield
+        finally:
+            for part, first, found in zip(self._parts, self._attributes, now, strict=True):
+                wanted = first if found is None else found
+                if part._buffers or not _is_same(vars(part), wanted):
+                    part._buffers.clear()
+                    _bind(part, wanted)
+            for (parameter, *_), is_trained_now in zip(self._parameters, trained, strict=True):
+                if parameter.requires_grad != is_trained_now:
+                    parameter.requires_grad_(is_trained_now)
+
+    def _check_parameters(self, name: str) -> None:
+        found = [p for part in self._parts for p in part._parameters.values() if p is not None]
+        if len(found) != len(self._parameters):
+            raise parameters_changed(name)
+        for now, (parameter, _, storage, version) in zip(found, self._parameters, strict=True):
+            is_same = now is parameter or now.untyped_storage()._cdata == storage._cdata
+            if not is_same or now.untyped_storage()._cdata != storage._cdata or version not in (None, now._version):
+                raise parameters_changed(name)
+
+
+def _is_same(now: dict[str, Any], first: dict[str, Any]) -> bool:
+    return (
+        len(now) == len(first) and all(map(operator.is_, now.values(), first.values())) and now.keys() == first.keys()
+    )
+
+
+def _for_replay(first: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What a module holds in a replay: numbers and strings of the first run, and objects as they are now."""
+    bound = {name: value for name, value in now.items() if name in NOT_STATE or name in first}
+    bound.update((name, value) for name, value in first.items() if name not in NOT_STATE and type(value) in SCALARS)
+    bound["training"] = first["training"]
+    return bound
+
+
+def _bind(part: nn.Module, wanted: dict[str, Any]) -> None:
+    """Bind a module's own names, and its training flag, as in `wanted`."""
+    attributes = vars(part)
+    for name in attributes.keys() - NOT_STATE - wanted.keys():
+        del attributes[name]
+    attributes.update((name, value) for name, value in wanted.items() if name not in NOT_STATE or name == "training")
