@@ -88,18 +88,11 @@ class ExecutionState:
 def _cpu_rng() -> torch.Tensor:
     """The state of torch's stream on the CPU; the same tensor until the stream moves."""
     state = torch.get_rng_state()
-    last: torch.Tensor | None = getattr(_thread, "cpu_rng", None)
-    if last is None or not _is_same(last, state):
-        last = _thread.cpu_rng = state
-    return last
-
-
-def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Of two uint8 vectors on the CPU. Not torch.equal, which takes longer than to read the state."""
-    num_bytes = first.numel()
-    return num_bytes == second.numel() and (
-        ctypes.string_at(first.data_ptr(), num_bytes) == ctypes.string_at(second.data_ptr(), num_bytes)
-    )
+    content = ctypes.string_at(state.data_ptr(), state.numel())  # torch.equal takes longer than to read the state
+    last: tuple[torch.Tensor, bytes] | None = getattr(_thread, "cpu_rng", None)
+    if last is None or last[1] != content:
+        last = _thread.cpu_rng = state, content
+    return last[0]
 
 
 def _autocast_state(is_cuda: bool) -> _AutocastState:

@@ -38,12 +38,19 @@ class Entry:
         self.stored: weakref.ref[StoredValue] | None = None
         self.is_counted = False  # in the ledger's demand
         self.dropped_bytes = 0  # in the ledger's freed bytes, since a replay brings them back
-        self.pins: list[weakref.ref[Any]] = []  # alive as long as anything packed of this storage is
+        self.pins: list[weakref.ref[Any]] | None = None  # alive as long as anything packed of this storage is
 
     @property
     def is_pinned(self) -> bool:
         """Whether autograd holds anything of this storage."""
-        return any(pin() is not None for pin in self.pins)
+        return self.pins is not None and any(pin() is not None for pin in self.pins)
+
+    def pin(self, reference: weakref.ref[Any]) -> None:
+        """Autograd holds something of this storage for as long as this is alive."""
+        if self.pins is None:
+            self.pins = [reference]
+        else:
+            self.pins.append(reference)
 
 
 def keeps_nothing(entry: Entry) -> bool:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from flex_trainer.activations.clock import Clock, HostClock
+from flex_trainer.activations.collector import collector_paused
 from flex_trainer.activations.context import current_scope, scope_is
 from flex_trainer.activations.entry import Entry, keeps_nothing
 from flex_trainer.activations.identity import StorageTable, is_plain, storage_key
@@ -114,6 +115,13 @@ class Scope:
     @contextmanager
     def open(self) -> Iterator[Scope]:
         """Make this the current scope of the thread and pack what is saved until the context ends."""
+        # What is noted of saved tensors is alive until backward: looking through it for cycles would find none.
+        with nullcontext() if self._known is not None else collector_paused():
+            with self._opened():
+                yield self
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
         self._whereabouts.follow(self._running)
         known = self._known
         if known is None:
@@ -123,7 +131,7 @@ class Scope:
         hooks = nullcontext() if known is not None else saved_tensors_hooks(self._pack, self._unpack)
         try:
             with scope_is(self), hooks:
-                yield self
+                yield
             if self._holding is not None and self._known is not None:
                 self._holding.end_forward()
         finally:
@@ -329,7 +337,7 @@ class Scope:
             self._drop(entry)
         self._count(entry, tensor)
         slot = region.inner_slot(number)
-        entry.pins.append(weakref.ref(slot))
+        entry.pin(weakref.ref(slot))
         return PackedInner(slot, tensor, region.name)
 
     def _pack_input(self, tensor: torch.Tensor) -> Packed:
@@ -365,7 +373,7 @@ class Scope:
         if entry.region is not None and entry.version == tensor._version and self._is_whole(entry.region[0]):
             region, output = entry.region
             slot = region.output_slot(output)
-            entry.pins.append(weakref.ref(slot))
+            entry.pin(weakref.ref(slot))
             return PackedOutput(slot, tensor, name)
         # A storage of rounded numbers may be shown as numbers only, never as integers or bits.
         is_number = tensor.is_floating_point() or tensor.is_complex()
@@ -378,7 +386,7 @@ class Scope:
         if holding is None:
             holding = Holding(self.ledger, entry.num_bytes)
             entry.holding = weakref.ref(holding)
-            entry.pins.append(entry.holding)
+            entry.pin(entry.holding)
         return PackedKept(_detached(tensor), holding, name)
 
     def _put(self, entry: Entry, tensor: torch.Tensor) -> StoredValue | None:
@@ -398,7 +406,7 @@ class Scope:
         self._clock.pause(start)
         if stored is not None:
             entry.stored = weakref.ref(stored)
-            entry.pins.append(entry.stored)
+            entry.pin(entry.stored)
         return stored
 
     def _count(self, entry: Entry, tensor: torch.Tensor) -> None:
