@@ -27,6 +27,7 @@ from flex_trainer.activations.clock import Clock, HostClock, clocks_for
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.parameters import ModelTensors
 from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
+from flex_trainer.activations.quantize import NonFinite
 from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
@@ -92,6 +93,7 @@ class FlexRuntime:
         self._running: MicroBatch | None = None
         self._is_window_open = False
         self._whereabouts = Whereabouts()
+        self._non_finite = NonFinite()
         self._num_micro_batches = 0
         self._has_warned = False
 
@@ -306,6 +308,7 @@ class FlexRuntime:
             whereabouts=self._whereabouts,
             residency=self._units,
             known=micro_batch.known,
+            non_finite=self._non_finite,
         )
         return micro_batch
 

@@ -99,10 +99,10 @@ class Region:
 
     def replay(self) -> None:
         """Run the operator again and fill every live slot. Random streams are left as they were found."""
-        inner = {number: slot for number, ref in self._inner.items() if (slot := alive(ref)) and slot.value is None}
-        outputs = {index: slot for index, ref in self._outputs.items() if (slot := alive(ref)) and slot.value is None}
-        args = [mapped(_recovered, arg) for arg in self._args]
-        kwargs = {name: mapped(_recovered, value) for name, value in self._kwargs.items()}
+        inner = {number: slot for number, ref in self._inner.items() if (slot := ref()) and slot.value is None}
+        outputs = {index: slot for index, ref in self._outputs.items() if (slot := ref()) and slot.value is None}
+        args = [_recovered(arg) for arg in self._args]
+        kwargs = {name: _recovered(value) for name, value in self._kwargs.items()}
         last_inner = max(inner, default=-1)
         number = -1
 
@@ -158,8 +158,11 @@ class _PackedLeaf:
         return self._packed.get().detach().requires_grad_(self._requires_grad)
 
 
-def _recovered(leaf: Any) -> Any:
-    return leaf.recover() if isinstance(leaf, _PackedLeaf) else leaf
+def _recovered(tree: Any) -> Any:
+    """An argument with its tensors in the place of their packed forms."""
+    if type(tree) is _PackedLeaf:
+        return tree.recover()
+    return mapped(lambda leaf: leaf.recover() if type(leaf) is _PackedLeaf else leaf, tree)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

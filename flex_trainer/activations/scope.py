@@ -33,7 +33,7 @@ from flex_trainer.activations.leaves import leaves_of, tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.place import OUTSIDE, Whereabouts
-from flex_trainer.activations.quantize import QuantizedValue
+from flex_trainer.activations.quantize import NonFinite, QuantizedValue, is_seen_at_once
 from flex_trainer.activations.region import Region
 from flex_trainer.activations.residency import Residency
 from flex_trainer.activations.storage_layout import StorageLayout
@@ -76,13 +76,14 @@ class Scope:
         whereabouts: Whereabouts | None = None,
         residency: Residency | None = None,
         known: KnownForward | None = None,
+        non_finite: NonFinite | None = None,
     ) -> None:
         """`parameters`: tensors (parameters and buffers) that are only ever referred to, looked up when they are
         needed. `residency`: where there are others, that come and go (sharded weights). `modules`: by site name, for
         what a replay has to restore and check. `on_memory` is called at points where memory in use is worth sampling:
         operator boundaries in forward, values coming back in backward. `whereabouts` is kept up to date, so that an
         error can name the operator. `known`: what this forward holds, if all is kept; None: every saved tensor is
-        looked at."""
+        looked at. `non_finite`: what earlier micro-batches have found, which this one adds to."""
         self.ledger = ledger
         self._trace = Trace()
         self._marks: list[tuple[int, Any, Any]] = []  # (call, start, end): times not read yet
@@ -98,6 +99,9 @@ class Scope:
         self._whereabouts = whereabouts or Whereabouts()
         self._residency = residency
         self._known = known
+        self._non_finite = non_finite or NonFinite()
+        self._flags: list[tuple[tuple[str, int], int, torch.Tensor]] = []  # of quantized values: not read yet
+        self._first_values: list[int] = []  # of each call
         self._unwatched: list[Site] = []  # operators that ran while nothing was looked at
         self._holding: KnownHolding | None = None  # of those
         self._has_sentinel = False
@@ -168,6 +172,12 @@ class Scope:
         for index, start, end in self._marks:
             self._trace.calls[index].seconds = self._clock.seconds(start, end)
         self._marks.clear()
+        if self._flags:
+            keys, values, flags = map(list, zip(*self._flags, strict=True))
+            self._flags.clear()
+            self._non_finite.note(keys, flags)
+            for key, value in zip(keys, values, strict=True):
+                self._trace.values[value].has_infinity |= self._non_finite.has_infinity(*key)
         return self._trace
 
     @property
@@ -223,6 +233,7 @@ class Scope:
                 call.inputs.append(entry.value)
         index = len(self._trace.calls)
         self._trace.calls.append(call)
+        self._first_values.append(len(self._trace.values))
         chosen = self._choices.strategy(site)
         strategy = self._strategy_now(site, chosen)
         outer_region = self._region, self._region_call
@@ -326,13 +337,17 @@ class Scope:
         self._num_packs += 1
         region = self._region
         assert region is not None
-        known = self._table.get(tensor.untyped_storage()) if is_plain(tensor) else None
-        if known is not None and not self._is_inside(known.owner, self._region_call):
-            self._count(known, tensor)
-            return self._hold(known, tensor)  # an input of the region, or a value from before it
-        entry = self._entry(tensor)
-        if entry is None:
+        if not is_plain(tensor):
             return self._refer(tensor)
+        storage = tensor.untyped_storage()
+        entry = self._table.get(storage)
+        if entry is None:
+            if storage._cdata in self._parameters:
+                return self._refer(tensor)
+            entry = self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
+        elif not self._is_inside(entry.owner, self._region_call):
+            self._count(entry, tensor)
+            return self._hold(entry, tensor)  # an input of the region, or a value from before it
         if not entry.is_counted:
             self._drop(entry)
         self._count(entry, tensor)
@@ -369,15 +384,16 @@ class Scope:
 
     def _hold(self, entry: Entry, tensor: torch.Tensor) -> Packed:
         """The packed form of a tensor whose storage is known."""
-        name = self._owner_name(entry)
+        strategy, name = entry.strategy, self._owner_name(entry)
         if entry.region is not None and entry.version == tensor._version and self._is_whole(entry.region[0]):
             region, output = entry.region
             slot = region.output_slot(output)
             entry.pin(weakref.ref(slot))
             return PackedOutput(slot, tensor, name)
         # A storage of rounded numbers may be shown as numbers only, never as integers or bits.
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        is_mitigated = entry.strategy is Strategy.OFFLOAD or (entry.strategy is Strategy.QUANTIZE and is_number)
+        is_mitigated = strategy is Strategy.OFFLOAD or (
+            strategy is Strategy.QUANTIZE and (tensor.is_floating_point() or tensor.is_complex())
+        )
         if is_mitigated and entry.version == tensor._version:
             stored = alive(entry.stored) or self._put(entry, tensor)
             if stored is not None:
@@ -399,14 +415,27 @@ class Scope:
         if entry.strategy is Strategy.OFFLOAD and self._store is not None:
             stored = self._store().put(tensor, self.ledger)
         elif entry.strategy is Strategy.QUANTIZE and QuantizedValue.shrinks(tensor, value.layout):
-            if QuantizedValue.is_finite(tensor):
-                stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger, value.layout)
-            else:
-                value.has_infinity = QuantizedValue.has_infinity(tensor)
+            stored = self._quantized(entry, tensor, value)
         self._clock.pause(start)
         if stored is not None:
             entry.stored = weakref.ref(stored)
             entry.pin(entry.stored)
+        return stored
+
+    def _quantized(self, entry: Entry, tensor: torch.Tensor, value: ValueTrace) -> QuantizedValue | None:
+        """The storage in 8 bits; None where it is known not to be finite."""
+        if is_seen_at_once(tensor.device):
+            if QuantizedValue.is_finite(tensor):
+                return QuantizedValue(tensor, self._quantize_dtype, self.ledger, value.layout)
+            value.has_infinity = QuantizedValue.has_infinity(tensor)
+            return None
+        key = self._owner_name(entry), entry.value - (self._first_values[entry.owner] if entry.owner >= 0 else 0)
+        if self._non_finite.has(*key):
+            value.has_infinity = self._non_finite.has_infinity(*key)
+            return None
+        stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger, value.layout, is_finite=False)
+        if stored.flag is not None:
+            self._flags.append((key, entry.value, stored.flag))
         return stored
 
     def _count(self, entry: Entry, tensor: torch.Tensor) -> None:
