@@ -238,6 +238,8 @@ class Provisioner:
             # With the rows that have arrived: where they are fewer than was expected, transients would seem smaller.
             started = time.perf_counter()
             micro_batch.plan = self._as_it_ran(micro_batch)
+            if micro_batch.known is not None and not micro_batch.scope.is_traced:
+                micro_batch.actual_bytes = micro_batch.plan.predicted_bytes  # not counted, and the rows are known now
             micro_batch.plan_seconds += time.perf_counter() - started
         self._watching.note(micro_batch, peak_bytes)
         if micro_batch.scope.is_traced:
