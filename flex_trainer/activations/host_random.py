@@ -1,7 +1,7 @@
 """The global random streams of Python and numpy, which operators may draw from as well.
 
 Reading both takes 0.15 ms, more than all else that a recomputed region costs. But they hardly ever move, and that shows
-in their raw memory, which is compared for the price of copying 5 KB: so they are read once, and again only after a draw.
+in their raw memory, which is compared for the price of a copy of 5 KB: they are read once, and again after a draw.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HostRandom:
 def _raw() -> tuple[Any, ...]:
     """Both streams' states in a form that compares: equal only where the streams are."""
     # numpy's generator may be exchanged (`set_bit_generator`).
-    python, numpy = _python_address(), _numpy_address(np.random.get_bit_generator())
+    python, numpy = _python_address(), _numpy_address(np.random.mtrand.get_bit_generator())
     return (
         pickle.dumps(random.getstate()) if python is None else _bytes_at(python, _NUM_BYTES),
         None if python is None else _PYTHON.gauss_next,  # every second normal number is drawn in advance

@@ -1,7 +1,7 @@
 """Quantize: a floating activation is stored in 8 bits, with one scale per row.
 
-A row is the last dimension of the tensor as its maker returned it (see `storage_layout.py`). For int8 the scale of row r is
-max|x_r| / 127, so the error of an element is at most scale / 2 = max|x_r| / 254. For float8_e4m3fn the scale is
+A row is the last dimension of the tensor as its maker returned it (see `storage_layout.py`). For int8 the scale of row
+r is max|x_r| / 127, so the error of an element is at most scale / 2 = max|x_r| / 254. For float8_e4m3fn the scale is
 max|x_r| / 448 and the relative error of an element is at most 2^-4 (3 mantissa bits), down to the format's subnormals.
 Scales have a floor (an all-zero row stays zero), and values are clamped before the cast.
 
@@ -115,8 +115,8 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_any_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `quantize_rows`, for numbers that may not be finite, and a flag (see `QuantizedValue.flag`). Of numbers that are
-    not finite each row gives back one kind: NaN where it has several. Nothing waits for the device."""
+    """As `quantize_rows`, for numbers that may not be finite, and a flag (see `QuantizedValue.flag`). Of numbers that
+    are not finite each row gives back one kind: NaN where it has several. Nothing waits for the device."""
     is_finite = torch.isfinite(rows)
     codes, scales = quantize_rows(torch.where(is_finite, rows, 0.0), dtype)
     special = _SPECIAL_INT8 if dtype == torch.int8 else math.nan

@@ -120,9 +120,8 @@ class Scope:
     def open(self) -> Iterator[Scope]:
         """Make this the current scope of the thread and pack what is saved until the context ends."""
         # What is noted of saved tensors is alive until backward: looking through it for cycles would find none.
-        with nullcontext() if self._known is not None else collector_paused():
-            with self._opened():
-                yield self
+        with nullcontext() if self._known is not None else collector_paused(), self._opened():
+            yield self
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
@@ -167,8 +166,8 @@ class Scope:
 
     @property
     def trace(self) -> Trace:
-        """What forward did, in as far as it was watched. Reading it on CUDA waits for the operators whose times were not
-        read yet."""
+        """What forward did, in as far as it was watched. Reading it on CUDA waits for the operators whose times were
+        not read yet."""
         for index, start, end in self._marks:
             self._trace.calls[index].seconds = self._clock.seconds(start, end)
         self._marks.clear()

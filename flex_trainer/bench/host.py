@@ -84,7 +84,9 @@ def meets(figures: dict[str, Any]) -> dict[str, bool]:
         "1": all(side[name] <= BOUNDS[name] for side in sides for name in kept),
         "2": all(side["region_us"] <= BOUNDS["region_us"] for side in sides),
         "3": all(figures["growth"][name] <= BOUNDS[f"growth_{name}"] for name in ("bytes_per_micro_batch", "records")),
-        "4": all(figures["planning"][name] <= BOUNDS[name] for name in ("hit_ms", "new_length_ms", "cold_ms", "replan_ms")),
+        "4": all(
+            figures["planning"][name] <= BOUNDS[name] for name in ("hit_ms", "new_length_ms", "cold_ms", "replan_ms")
+        ),
     }
 
 

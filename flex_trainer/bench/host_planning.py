@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.load import Load
@@ -93,7 +93,7 @@ def planning(num_layers: int) -> dict[str, float]:
     }
 
 
-def _run(model: nn.Module, runtime: _Watched, lengths: list[int]) -> _Watched:
+def _run(model: PreTrainedModel, runtime: _Watched, lengths: list[int]) -> _Watched:
     """Micro-batches of these lengths."""
     if not runtime.is_attached:
         with_fake_meter(runtime)

@@ -119,5 +119,3 @@ def test_what_backward_needs_of_a_layout_is_saved_where_it_is_seen() -> None:
     output.sum().backward()
     num_ranks_of_token = torch.tensor([len(set(experts)) for experts in index.tolist()]).unsqueeze(1)
     assert rows.grad is not None and torch.equal(rows.grad, num_ranks_of_token.expand(-1, WIDTH).float())
-
-
