@@ -73,7 +73,13 @@ class QuickState:
             None if _is_same(vars(part), first) else dict(vars(part))
             for part, first in zip(self._parts, self._attributes, strict=True)
         ]
+        # The first run found no buffers; some made since (a cache, say) are put aside.
+        buffers = [
+            (part, dict(part._buffers), set(part._non_persistent_buffers_set)) for part in self._parts if part._buffers
+        ]
         try:
+            for part, *_ in buffers:
+                part._buffers.clear()
             for (parameter, is_trained, _, _), is_trained_now in zip(self._parameters, trained, strict=True):
                 if is_trained != is_trained_now:
                     parameter.requires_grad_(is_trained)
@@ -84,9 +90,14 @@ class QuickState:
         finally:
             for part, first, found in zip(self._parts, self._attributes, now, strict=True):
                 wanted = first if found is None else found
-                if part._buffers or not _is_same(vars(part), wanted):
+                if part._buffers:
+                    part._non_persistent_buffers_set.difference_update(part._buffers)
                     part._buffers.clear()
+                if not _is_same(vars(part), wanted):
                     _bind(part, wanted)
+            for part, of_part, unsaved in buffers:
+                part._buffers.update(of_part)
+                part._non_persistent_buffers_set.update(unsaved)
             for (parameter, *_), is_trained_now in zip(self._parameters, trained, strict=True):
                 if parameter.requires_grad != is_trained_now:
                     parameter.requires_grad_(is_trained_now)
