@@ -33,6 +33,7 @@ from flex_trainer.provision.managed_model import ManagedModel
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.plan_cache import PlanCache
 from flex_trainer.provision.policy import Provision, provide
+from flex_trainer.provision.watching import Watching
 from flex_trainer.ranks import this_rank
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.units import format_bytes
@@ -86,6 +87,7 @@ class ModelPart:
             books.start_at(self.profile.transient_factor, self.profile.margin_bytes)
         self.inputs = Inputs(managed.module)
         self.forecast = Forecast(managed.module, managed.map, managed.device, self._config.trace)
+        self.watching = Watching()
         self.plans = PlanCache(self._config, self.profile, books.correction, books.offloading)
         self.next_number = 0 if earlier is None else earlier.next_number
         """Of the next micro-batch, unless a schedule gives it one."""
@@ -178,6 +180,8 @@ class ModelPart:
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
             revised = self.plans.revised(graph, available_bytes, micro_batch.gradients, ran)
             micro_batch.plan = micro_batch.choices = revised
+            if revised.strategies:
+                micro_batch.scope.watch()
             micro_batch.loads.note_plan()
             micro_batch.num_replans += 1
 
@@ -211,12 +215,17 @@ class ModelPart:
                 # With the rows that have arrived: where they are fewer than was expected, transients would seem
                 # smaller.
                 micro_batch.plan = self._as_it_ran(micro_batch)
-            trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
-            if micro_batch.plan is not None:
-                self.held_errors.observe(micro_batch.shape, micro_batch.plan.predicted_bytes, micro_batch.actual_bytes)
-            if trace is None or not micro_batch.shape.is_told:
-                return  # nothing arrived in some layer, or it could not be told how long it was: no sizes are known
-            self.profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
+                if not micro_batch.scope.is_traced:
+                    micro_batch.actual_bytes = micro_batch.plan.predicted_bytes  # not counted, and rows are known now
+            self.watching.note(micro_batch)
+            if micro_batch.scope.is_traced:
+                trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
+                if micro_batch.plan is not None:
+                    predicted_bytes = micro_batch.plan.predicted_bytes
+                    self.held_errors.observe(micro_batch.shape, predicted_bytes, micro_batch.actual_bytes)
+                if trace is None or not micro_batch.shape.is_told:
+                    return  # nothing arrived in some layer, or it could not be told how long it was
+                self.profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
             # With sizes known by now, see what the model would have said of a run that was there to measure them.
             plan = micro_batch.plan or self._as_it_ran(micro_batch)
             # More held than predicted (values that were not finite are not quantized, say) is no transient.
