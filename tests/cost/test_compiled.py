@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flex_trainer.cost.compiled import CODES, CompiledSegment, structure_of
-from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.strategy import Site
+from flex_trainer.testing.cost_rules import evaluate
 from tests.planner.graphs import graphs
 
 NUM_CHOICES = 40

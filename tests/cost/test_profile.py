@@ -11,12 +11,12 @@ import torch
 
 from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace, Work
-from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.load import Load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.strategy import Site
+from flex_trainer.testing.cost_rules import evaluate
 
 LAYER = Site("layers.0", "layer", 0, is_block=True, is_replayable=False)
 NORM = Site("layers.0.norm", "norm", 0)
