@@ -8,9 +8,9 @@ tensors:
   and its operator's own forward time, once; a block that only has to bring back what was saved inside stops early.
 
 Which values a choice holds and which regions it replays follows from who makes, takes and saves what; sizes and times
-only weigh it. So a `SegmentStructure` works the first part out for many sets of recomputed operators ("patterns") as
-0/1 matrices, which segments of every shape share; a `CompiledSegment` turns them into bytes and seconds by matrix
-products.
+only turn it into amounts. So a `SegmentStructure` works the first part out for many sets of recomputed operators
+("patterns") as 0/1 matrices, which segments of every shape share; a `CompiledSegment` turns them into bytes and seconds
+by matrix products.
 
 Letters of the shapes: P patterns, C choices, n operators, m values, D levels of blocks around an operator, K the four
 strategies in the order of `CODES`. Heights are 2n: over the operators in backward, then in forward.
@@ -18,6 +18,7 @@ strategies in the order of `CODES`. Heights are 2n: over the operators in backwa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -170,6 +171,8 @@ class SegmentStructure:
         self._uniform: dict[int, bytes] = {}
         self.passed: dict[bytes, None] = {}
         """Choices that earlier plans passed through, the latest last."""
+        self.least_room_share = math.inf
+        """The least room that they were made for, as a share of what keeping everything takes."""
         self._rows: dict[bytes, int] = {}
         self._known: Patterns | None = None
 

@@ -149,6 +149,25 @@ class Timeline:
         """Bytes of parameter gradients that are there while backward is in each segment."""
         self._pending_bytes = sum(gradients.pending.values())
 
+    @classmethod
+    def of_sizes(
+        cls,
+        held: np.ndarray,
+        on_top: np.ndarray,
+        offloaded: np.ndarray,
+        shared_users: np.ndarray,
+        segments: Sequence[Segment],
+        gradients: GradientBytes,
+        shared_bytes: Sequence[int],
+        in_flight_bytes: int,
+    ) -> Timeline:
+        """From arrays over the segments, and the number of segments that need each shared value. It cannot be
+        changed."""
+        timeline = cls([], [], gradients, shared_bytes, in_flight_bytes, gradients.by_segment(segments))
+        timeline._held, timeline._on_top, timeline._offloaded = held, on_top, offloaded
+        timeline._shared_users = shared_users
+        return timeline
+
     def copy(self) -> Timeline:
         """The same, to be changed apart."""
         other = copy.copy(self)

@@ -85,8 +85,10 @@ class GraphCosts:
         """The estimated part of what comes on top of one segment."""
         return int(self.compiled[self.class_of[segment]].transient_bytes(codes_of([choice]))[0])
 
-    def fill_pools(self, plans: Sequence[Sequence[Choice]]) -> None:
+    def fill_pools(self, plans: Sequence[Sequence[Choice]], room_share: float) -> None:
         """Leave the choices that the search for plans passed through, and those of the plans, to later graphs."""
+        for compiled in self.compiled:
+            compiled.structure.least_room_share = min(compiled.structure.least_room_share, room_share)
         passed: dict[tuple[int, Choice], None] = dict.fromkeys(self._changes)
         for plan in plans:
             passed.update(dict.fromkeys(zip(self.class_of, plan, strict=True)))

@@ -90,11 +90,15 @@ class MitigationPlanner:
         gradients: GradientBytes | None,
         fixed: Mapping[str, Strategy],
     ) -> _Candidate:
-        if self._reuses and tables.pool.is_ready:
+        demand_bytes = tables.costs.timeline(tables.kept, gradients).peak().num_bytes
+        room_share = max(available_bytes, 0) / max(demand_bytes, 1)
+        # Once Algorithm 2 has run on this graph its steps are known, and another room is found among them.
+        if self._reuses and not tables.was_searched and tables.pool.covers(room_share):
             chosen = tables.pool.choose(available_bytes, gradients, fixed)
             candidate = None if chosen is None else _Candidate.of(tables, chosen, gradients)
             if candidate is not None and candidate.peak.num_bytes <= available_bytes:
                 return candidate
+        tables.was_searched = True
         found: list[list[Choice]] = []
         if self._method == "optimal":
             found.append(tables.optimal.choose(available_bytes, gradients, fixed))
@@ -104,7 +108,7 @@ class MitigationPlanner:
         uniform = tables.pool.uniform(available_bytes, gradients, fixed)
         if uniform is not None:
             found.append(uniform)
-        tables.costs.fill_pools(found)
+        tables.costs.fill_pools(found, room_share)
         candidates = [_Candidate.of(tables, choices, gradients) for choices in found]
         return min(candidates, key=lambda one: one.rank(available_bytes))
 
@@ -187,6 +191,7 @@ class _Tables:
         self.costs = costs
         self._allowed = allowed
         self._largest_first = largest_first
+        self.was_searched = False
         self.has_repeats = costs.segments.positions.has_repeats
         kept = [bytes(len(segment.operators)) for segment in costs.classes]
         self.kept = [kept[number] for number in costs.class_of]

@@ -26,6 +26,8 @@ from flex_trainer.strategy import Strategy
 
 _PRICES = np.concatenate([[0.0], np.geomspace(1e-13, 1e-6, 48)])
 """Seconds per byte: from memory bandwidth to a slow disk, and beyond on both sides."""
+_COVERED = 1.03
+"""A pool made for a room serves for one that is smaller by this factor."""
 _NUM_REFINED = 4
 _MAX_FILLS = 6
 _NUM_TRIED = 12
@@ -53,10 +55,11 @@ class PoolMethod:
         self._codes = [CODE_OF[strategy] for strategy in allowed]
         self._parts: dict[tuple[int, bytes], _Part] = {}
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether every class has a pool to pick from."""
-        return all(compiled.structure.passed for compiled in self._costs.compiled)
+    def covers(self, room_share: float) -> bool:
+        """Whether every class has a pool that reaches down to this room, as a share of what keeping everything takes.
+        Where earlier plans had more room, their choices do not free enough."""
+        structures = [compiled.structure for compiled in self._costs.compiled]
+        return all(one.passed and one.least_room_share <= room_share * _COVERED for one in structures)
 
     def choose(
         self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]
@@ -254,7 +257,8 @@ class _Problem:
 
     def _choices(self, plan: np.ndarray) -> list[Choice]:
         pairs = zip(self._part_of.tolist(), plan.tolist(), strict=True)
-        return [self._parts[number].choices[row] for number, row in pairs]
+        found = [(self._parts[number].choices, row) for number, row in pairs]
+        return [choices[min(row, len(choices) - 1)] for choices, row in found]  # parts are padded with their last one
 
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:

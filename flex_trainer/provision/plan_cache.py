@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flex_trainer.config import FlexConfig
@@ -15,7 +16,9 @@ from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.memory.offloading import OffloadService
 from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
+from flex_trainer.planner.run import evaluate_run
 from flex_trainer.provision.correction import Correction
+from flex_trainer.provision.loads import Loads
 from flex_trainer.provision.planning_method import MethodChoice
 from flex_trainer.strategy import Strategy
 
@@ -97,10 +100,18 @@ class PlanCache:
         method = "bandwidth" if self._is_auto else self._method_choice.method
         return self._make(self._planner(graph, method), method, available_bytes, gradients, ran)
 
-    def weighed(self, graph: ActivationGraph, strategies: Mapping[str, Strategy], gradients: GradientBytes) -> Plan:
-        """What strategies (by site name) come to in a micro-batch that has run under them."""
-        nothing_else = ()  # nothing is looked for
-        return self._planner(graph, self._method_choice.method, nothing_else).evaluated(strategies, gradients)
+    def as_it_ran(
+        self, shape: BatchShape, loads: Loads, strategies: Mapping[str, Strategy], gradients: GradientBytes
+    ) -> Plan:
+        """What strategies (by site name) came to in a micro-batch that has run under them, with the rows that arrived;
+        without what keeping everything would have come to.
+
+        Args:
+            loads: what arrived.
+        """
+        graph, by_segment = loads.arrived(self._profile.sizes(shape))
+        rates = replace(self._offloading.rates(), transient_factor=self._correction.factor)
+        return evaluate_run(graph, by_segment, strategies, rates, gradients)
 
     def _planner(
         self, graph: ActivationGraph, method: str, strategies: tuple[Strategy, ...] | None = None

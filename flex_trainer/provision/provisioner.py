@@ -229,15 +229,19 @@ class Provisioner:
         self.release(micro_batch)
         self._margin.relax(self._nearest_bytes)
         self._loads.learn(micro_batch.loads)
-        if micro_batch.plan is not None and micro_batch.loads.by_layer and self._profile.knows(micro_batch.shape):
+        started = time.perf_counter()
+        loads, scope = micro_batch.loads.by_layer, micro_batch.scope
+        if micro_batch.plan is not None and loads and self._profile.knows(micro_batch.shape):
             # With the rows that have arrived: where they are fewer than was expected, transients would seem smaller.
-            started = time.perf_counter()
             micro_batch.plan = self._as_it_ran(micro_batch)
-            micro_batch.plan_seconds += time.perf_counter() - started
-        trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
-        if trace is None:
-            return  # nothing arrived in some layer, so its sizes are not known
-        self._profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
+        if not self._profile.is_as_expected(
+            micro_batch.shape, scope.trace, micro_batch.ledger.demand_bytes, loads, micro_batch.routed_pairs
+        ):
+            trace = at_even_load(scope.trace, loads)
+            if trace is None:
+                return  # nothing arrived in some layer, so its sizes are not known
+            self._profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
+        micro_batch.plan_seconds += time.perf_counter() - started
         if micro_batch.is_covered:
             return  # the peak has other micro-batches in it
         above_bytes = peak_bytes - micro_batch.baseline_bytes - self._gathered_bytes
@@ -248,8 +252,7 @@ class Provisioner:
         self._correction.observe(plan, above_bytes - excess_bytes, is_peak_exact, micro_batch.available_bytes)
 
     def _as_it_ran(self, micro_batch: MicroBatch) -> Plan:
-        graph = micro_batch.loads.graph(self._plans.sizes(micro_batch.shape))
-        return self._plans.weighed(graph, micro_batch.ran(), micro_batch.gradients)
+        return self._plans.as_it_ran(micro_batch.shape, micro_batch.loads, micro_batch.ran(), micro_batch.gradients)
 
     def release(self, micro_batch: MicroBatch) -> None:
         """The values of a micro-batch are gone: its backward has ended, or will never come."""
