@@ -207,16 +207,22 @@ class ModelPart:
         self._books.margin.relax(self._books.nearest_bytes)
         with micro_batch.planning():
             self.recent_loads.learn(micro_batch.loads)
-            if micro_batch.plan is not None and micro_batch.loads.by_layer and self.profile.knows(micro_batch.shape):
+            shape, loads, scope = micro_batch.shape, micro_batch.loads.by_layer, micro_batch.scope
+            if micro_batch.plan is not None and loads and self.profile.knows(shape):
                 # With the rows that have arrived: where they are fewer than was expected, transients would seem
                 # smaller.
                 micro_batch.plan = self._as_it_ran(micro_batch)
-            trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
             if micro_batch.plan is not None:
-                self.held_errors.observe(micro_batch.shape, micro_batch.plan.predicted_bytes, micro_batch.actual_bytes)
-            if trace is None or not micro_batch.shape.is_told:
-                return  # nothing arrived in some layer, or it could not be told how long it was: no sizes are known
-            self.profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
+                self.held_errors.observe(shape, micro_batch.plan.predicted_bytes, micro_batch.actual_bytes)
+            if not shape.is_told:
+                return  # it could not be told how long it was: no sizes are known
+            if not self.profile.is_as_expected(
+                shape, scope.trace, micro_batch.ledger.demand_bytes, loads, micro_batch.routed_pairs
+            ):
+                trace = at_even_load(scope.trace, loads)
+                if trace is None:
+                    return  # nothing arrived in some layer, so its sizes are not known
+                self.profile.observe(shape, trace, micro_batch.routed_pairs)
             # With sizes known by now, see what the model would have said of a run that was there to measure them.
             plan = micro_batch.plan or self._as_it_ran(micro_batch)
             # More held than predicted (values that were not finite are not quantized, say) is no transient.
@@ -227,8 +233,7 @@ class ModelPart:
             )
 
     def _as_it_ran(self, micro_batch: MicroBatch) -> Plan:
-        graph = micro_batch.loads.graph(self.plans.sizes(micro_batch.shape))
-        return self.plans.weighed(graph, micro_batch.ran(), micro_batch.gradients)
+        return self.plans.as_it_ran(micro_batch.shape, micro_batch.loads, micro_batch.ran(), micro_batch.gradients)
 
     def release(self, micro_batch: MicroBatch) -> None:
         """The values of a micro-batch are gone: its backward has ended, or will never come."""
