@@ -41,6 +41,7 @@ from flex_trainer.models.routing import Routing
 from flex_trainer.models.sharding import Units, refuse_unmanaged, units_of, without_replayed_collectives
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.provisioner import Provisioner
+from flex_trainer.provision.stopwatch import Stopwatch
 from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.undo import replace_attribute
@@ -268,6 +269,7 @@ class FlexRuntime:
             micro_batch.traced_seconds = traced_seconds
             self._whereabouts.at = Place("forward", OUTSIDE)
             assert micro_batch.scope is not None
+            micro_batch.begin_forward()
             with micro_batch.scope.open():
                 yield
         except BaseException:
@@ -292,6 +294,7 @@ class FlexRuntime:
         micro_batch.number = self._num_micro_batches
         micro_batch.step = self.step
         micro_batch.started = started
+        micro_batch.stopwatch = Stopwatch(self.device)
         self._num_micro_batches += 1
         micro_batch.scope = Scope(
             micro_batch,
@@ -333,6 +336,8 @@ class FlexRuntime:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run the backward of all micro-batches in flight inside. Nothing is learnt from one that fails."""
+        for micro_batch in self._pending:
+            micro_batch.stopwatch.start()
         try:
             yield
         except BaseException:
@@ -346,6 +351,8 @@ class FlexRuntime:
         done = [micro_batch for micro_batch in self._pending if micro_batch.is_backward_done]
         if not done:
             return
+        for micro_batch in done:
+            micro_batch.stopwatch.stop()
         assert self._meter is not None and self._provisioner is not None
         peak_bytes, is_exact = self._meter.peak_bytes(), self._meter.is_peak_exact()
         ended = time.perf_counter()

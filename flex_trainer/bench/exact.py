@@ -240,7 +240,7 @@ class _SegmentPart:
                 if operator.site.is_block:
                     unpaid = sum(operators[i].seconds for i in unpaid_operators(operators, index, max(savers)))
             unpaid = min(unpaid, operator.seconds)
-            programme.cost[live] += rates.replay_overhead_seconds + operator.seconds - unpaid
+            programme.cost[live] += rates.replay_overhead_seconds + rates.recompute_factor * (operator.seconds - unpaid)
             programme.cost[output] += unpaid
             for value in operator.inputs:
                 programme.at_least(self.needed[value], ({live: 1.0}, 1.0))

@@ -231,7 +231,7 @@ class CompiledSegment:
     def __init__(self, segment: Segment, rates: Rates) -> None:
         self.structure = structure = structure_of(segment)
         self._bytes = np.array([value.num_bytes for value in segment.values], dtype=np.float64)
-        seconds = np.array([operator.seconds for operator in segment.operators], dtype=np.float64)
+        seconds = rates.recompute_factor * np.array([one.seconds for one in segment.operators], dtype=np.float64)
         self._replay_seconds = rates.replay_overhead_seconds + seconds
         self._unpaid_seconds = np.minimum(structure.unpaid @ seconds, seconds)
         factor, sizes = rates.transient_factor, self._bytes[:, None]
@@ -294,6 +294,7 @@ class CompiledSegment:
             backward=heights[:, :num].max(axis=1, initial=0),
             forward=heights[:, num:].max(axis=1, initial=0),
             offloaded=(moved * (codes == OFFLOAD)).sum(axis=1),
+            recompute_seconds=tables.seconds[rows],
             shared=tables.shared[rows],
         )
 
@@ -338,6 +339,7 @@ class Costs:
     backward: np.ndarray
     forward: np.ndarray
     offloaded: np.ndarray
+    recompute_seconds: np.ndarray
     shared: np.ndarray
     """C x number of shared values."""
 
@@ -359,6 +361,7 @@ class Costs:
             backward_bytes=ceil_bytes(self.backward[number]),
             forward_bytes=ceil_bytes(self.forward[number]),
             offloaded_bytes=int(self.offloaded[number]),
+            recompute_seconds=float(self.recompute_seconds[number]),
             shared=frozenset(np.flatnonzero(self.shared[number]).tolist()),
         )
 

@@ -39,6 +39,8 @@ class SegmentCost:
     """The part of the larger of the two that is an estimate: `Rates.transient_factor` is in it."""
     offloaded_bytes: int = 0
     """In the lower tier until backward."""
+    recompute_seconds: float = 0.0
+    """The part of `added_seconds` that recomputation takes."""
     shared: frozenset[int] = frozenset()
     """Values outside of the layers that replays here need: indices into `ActivationGraph.shared_bytes`."""
 
@@ -58,7 +60,7 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
     fates = [_fate(segment, index, strategies, regions, replays, rates) for index in range(len(segment.values))]
 
     held_bytes = offloaded_bytes = 0
-    added_seconds = _replay_seconds(segment, replays, rates)
+    added_seconds = recompute_seconds = _replay_seconds(segment, replays, rates)
     for value, fate in zip(segment.values, fates, strict=True):
         held_bytes += fate.held_bytes
         if fate.moved is not None:
@@ -73,6 +75,7 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
         forward_bytes=forward.num_bytes,
         transient_bytes=max(backward, forward, key=lambda point: point.num_bytes).transient_bytes,
         offloaded_bytes=offloaded_bytes,
+        recompute_seconds=recompute_seconds,
         shared=frozenset(value for region in replays.live for value in segment.operators[region].shared_inputs),
     )
 
@@ -156,11 +159,12 @@ def _replay_seconds(segment: Segment, replays: _Replays, rates: Rates) -> float:
     seconds = 0.0
     for region in replays.live:
         operator = segment.operators[region]
-        seconds += rates.replay_overhead_seconds + operator.seconds
+        forward_seconds = operator.seconds
         if operator.site.is_block and region not in replays.output_is_needed:
             unpaid = unpaid_operators(segment.operators, region, replays.last_saver[region])
             # Times are measured one by one: those inside may come out longer than the block's.
-            seconds -= min(sum(segment.operators[index].seconds for index in unpaid), operator.seconds)
+            forward_seconds -= min(sum(segment.operators[index].seconds for index in unpaid), operator.seconds)
+        seconds += rates.replay_overhead_seconds + rates.recompute_factor * forward_seconds
     return seconds
 
 

@@ -64,7 +64,7 @@ class MicroBatchModel:
             costs.append(
                 SegmentCost(
                     held_bytes=whole.output_bytes,
-                    added_seconds=self._rates.replay_overhead_seconds + whole.seconds,
+                    added_seconds=self._rates.replay_overhead_seconds + self._rates.recompute_factor * whole.seconds,
                     backward_bytes=kept.held_bytes - whole.output_bytes + kept.backward_bytes,
                     forward_bytes=kept.forward_bytes,
                     shared=frozenset(value for operator in segment.operators for value in operator.shared_inputs),

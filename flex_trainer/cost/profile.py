@@ -51,6 +51,11 @@ class Profile:
         rate = None if structure is None else structure.pairs_per_token.get(experts)
         return None if rate is None else round(rate * shape.num_tokens)
 
+    def forward_seconds(self, shape: BatchShape) -> float:
+        """Forward time of the operators of a micro-batch of this shape; 0 where nothing is known."""
+        structure = self._structure(shape)
+        return 0.0 if structure is None else structure.forward_seconds(shape)
+
     def observe(self, shape: BatchShape, trace: Trace, routed_pairs: Mapping[str, int]) -> None:
         """Learn sizes and times from one forward, real or symbolic; `routed_pairs`: what each experts block got."""
         is_news = self._structure_for(shape, trace).observe(shape, trace, routed_pairs)

@@ -67,6 +67,15 @@ class Structure:
         """The longest sequence seen."""
         return max((length for _, length in self.seen), default=0)
 
+    def forward_seconds(self, shape: BatchShape) -> float:
+        """Forward time of all operators that are not made of others."""
+        blocks = {call.parent for call in self._calls}
+        return sum(
+            rate * _time_unit(call.site, shape)
+            for index, (call, rate) in enumerate(zip(self._calls, self._seconds_per_unit, strict=True))
+            if index not in blocks
+        )
+
     def is_sure(self, shape: BatchShape) -> bool:
         """Whether sizes at this shape can be told, not only bounded."""
         return self._value_scaling.is_sure(shape.batch_size, shape.sequence_length)

@@ -113,3 +113,7 @@ class GraphCosts:
     def added_seconds(self, chosen: Sequence[Choice]) -> float:
         """Time that a choice for every segment adds to the step."""
         return sum(self.cost(index, choice).added_seconds for index, choice in enumerate(chosen))
+
+    def recompute_seconds(self, chosen: Sequence[Choice]) -> float:
+        """The part of it that recomputation takes."""
+        return sum(self.cost(index, choice).recompute_seconds for index, choice in enumerate(chosen))

@@ -8,11 +8,13 @@ import torch
 
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Choices, Scope
+from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Plan
 from flex_trainer.provision.loads import Loads
+from flex_trainer.provision.stopwatch import Stopwatch
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.strategy import EP_BLOCK, Site, Strategy
 
@@ -43,6 +45,16 @@ class MicroBatch:
     ledger: Ledger = field(default_factory=Ledger)
     is_covered: bool = False
     """Whether another micro-batch began while this one was in flight: the peak is then not its own."""
+    plain_seconds: float | None = None
+    """Predicted time of the micro-batch with everything kept; None: nothing is known yet."""
+    added_seconds: float = 0.0
+    """What the plan was predicted to add."""
+    rates: Rates | None = None
+    """What the plan's seconds are made of."""
+    stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
+    """Forward is one lap, backward another."""
+    replanned_seconds: float = 0.0
+    """Time of planning inside of forward."""
     scope: Scope | None = None
     actual_bytes: int = 0
     _counts: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
@@ -68,7 +80,14 @@ class MicroBatch:
         if counts is not None:
             self._counts.append((counts, routing.mean_tokens))
 
+    def begin_forward(self) -> None:
+        """Time runs from here on."""
+        self.replanned_seconds = -self.plan_seconds
+        self.stopwatch.start()
+
     def end_forward(self) -> None:
+        self.stopwatch.stop()
+        self.replanned_seconds += self.plan_seconds
         self.actual_bytes = self.ledger.held_bytes
         if not self._counts:
             return
@@ -116,10 +135,18 @@ class MicroBatch:
             predicted_peak_bytes=self.baseline_bytes + plan.peak_bytes if plan is not None else 0,
             peak_bytes=peak_bytes,
             step_ms=(ended - self.started) * 1e3,
+            predicted_step_ms=self.predicted_seconds * 1e3,
             num_replans=self.num_replans,
             is_profile=plan is None,
             num_unmanaged=self.ledger.num_unmanaged,
         )
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of forward and backward under the plan; 0 where nothing was predicted."""
+        if self.plan is None or self.plain_seconds is None:
+            return 0.0
+        return self.plain_seconds + self.added_seconds
 
     def _imbalance(self) -> float:
         """Largest over layers of most tokens of one expert / mean tokens; one transfer for all layers."""

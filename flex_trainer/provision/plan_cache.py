@@ -59,7 +59,7 @@ class PlanCache:
         self, shape: BatchShape, available_bytes: int, gradients: GradientBytes, expected: Expected = EXPECTED
     ) -> Plan:
         """The plan of a micro-batch of a shape that the profile knows."""
-        state = (self._profile.version, self.strategies, self._correction.factor)
+        state = (self._profile.version, self.strategies, self._correction.factor, self._offloading.rates())
         if state != self._made_in:
             self._plans.clear()
             self._planners.clear()

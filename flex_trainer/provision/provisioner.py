@@ -39,6 +39,7 @@ from flex_trainer.provision.loads import Loads, RecentLoads
 from flex_trainer.provision.margin import SafetyMargin
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.plan_cache import PlanCache
+from flex_trainer.provision.step_times import Ran, StepTimes
 from flex_trainer.ranks import this_rank
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.units import format_bytes
@@ -101,6 +102,7 @@ class Provisioner:
         self._rounds: deque[int] = deque([1], maxlen=_IN_FLIGHT_REMEMBERED)
         self._allocator = BudgetAllocator()
         self._correction = Correction()
+        self._times: StepTimes | None = None
         self._attempt = 0
         self.can_step_back = False
         """Whether somebody would run the step again, were a micro-batch refused."""
@@ -109,13 +111,15 @@ class Provisioner:
         if earlier is not None and earlier._fingerprint == self._fingerprint:
             self._profile, self._correction = earlier._profile, earlier._correction
             self._margin, self._rounds, self._loads = earlier._margin, earlier._rounds, earlier._loads
+            self._times = earlier._times
             self._allocator = BudgetAllocator(self.num_expected_in_flight)
         else:
             self._profile = self._seed_profile(resumed_profile)
             self._correction.start_at(self._profile.transient_factor)
             self._loads = RecentLoads()
             self._margin = SafetyMargin(self._profile.margin_bytes)
-        self._forecast = Forecast(model, model_map, next(model.parameters()).device, config.trace)
+        self._device = next(model.parameters()).device
+        self._forecast = Forecast(model, model_map, self._device, config.trace)
         self._gradients = Gradients(model, model_map)
         self._gathered_bytes = gathered_bytes(model) if units_of(model) else 0
         self._plans = PlanCache(config, self._profile, self._correction, offloading)
@@ -172,6 +176,9 @@ class Provisioner:
                 self._check_least(shape, least, in_use_bytes, left_bytes + self.margin_bytes)
             micro_batch = MicroBatch(shape, plan, plan, in_use_bytes, available_bytes, budget_bytes, gradients)
             micro_batch.loads = Loads(self._loads.expected)
+            micro_batch.plain_seconds = self._step_times.plain_seconds(shape)
+            micro_batch.rates = self._offloading.rates()
+            micro_batch.added_seconds = self._step_times.added_seconds(plan)
         else:
             unknown = Uniform(self._most_effective())
             micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0), gradients)
@@ -200,6 +207,7 @@ class Provisioner:
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
             revised = self._plans.revised(graph, available_bytes, micro_batch.gradients, ran)
             micro_batch.plan = micro_batch.choices = revised
+            micro_batch.added_seconds = self._step_times.added_seconds(revised)
             micro_batch.loads.note_plan()
             micro_batch.num_replans += 1
         micro_batch.plan_seconds += time.perf_counter() - started
@@ -239,13 +247,38 @@ class Provisioner:
             return  # nothing arrived in some layer, so its sizes are not known
         self._profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
         if micro_batch.is_covered:
-            return  # the peak has other micro-batches in it
+            return  # the peak and the time have other micro-batches in them
+        self._learn_times(micro_batch)
         above_bytes = peak_bytes - micro_batch.baseline_bytes - self._gathered_bytes
         # With sizes known by now, see what the model would have said of a run that was there to measure them.
         plan = micro_batch.plan or self._as_it_ran(micro_batch)
         # More held than predicted (values that were not finite are not quantised, say) is no transient.
         excess_bytes = max(micro_batch.actual_bytes - plan.predicted_bytes, 0)
         self._correction.observe(plan, above_bytes - excess_bytes, is_peak_exact, micro_batch.available_bytes)
+
+    @property
+    def _step_times(self) -> StepTimes:
+        """Made when the first plan is, since that is when the machine is probed."""
+        if self._times is None:
+            self._times = StepTimes(self._device, self._profile, self._offloading.probed_rates())
+        return self._times
+
+    def _learn_times(self, micro_batch: MicroBatch) -> None:
+        if micro_batch.plan is None or micro_batch.rates is None or micro_batch.stopwatch.num_laps != 2:
+            return
+        started = time.perf_counter()
+        self._step_times.learn(
+            Ran(
+                shape=micro_batch.shape,
+                plan=micro_batch.plan,
+                rates=micro_batch.rates,
+                ledger=micro_batch.ledger,
+                stopwatch=micro_batch.stopwatch,
+                planned_seconds=micro_batch.replanned_seconds,
+            )
+        )
+        self._offloading.learnt_rates = self._step_times.rates
+        micro_batch.plan_seconds += time.perf_counter() - started
 
     def _as_it_ran(self, micro_batch: MicroBatch) -> Plan:
         graph = micro_batch.loads.graph(self._plans.sizes(micro_batch.shape))
