@@ -49,13 +49,18 @@ class MicroBatchRecord:
     """Forward plus backward time of this micro-batch, on the host."""
     predicted_step_ms: float = 0.0
     """Predicted time of forward and backward under the plan; 0 where nothing was predicted: before the first micro-batch
-    has run, and for those that only measure. On CUDA it is time of the device."""
+    has run, and for those that only measure. Planning is left out. On CUDA it is time of the device."""
     num_replans: int = 0
     """How often the plan was changed after a router."""
     is_profile: bool = False
     """Whether this micro-batch was run with everything mitigated, to measure what could not be traced beforehand."""
     num_unmanaged: int = 0
     """Saved tensors of kinds the engine leaves alone (subclasses, sparse tensors): kept, and not counted in bytes."""
+
+    @property
+    def run_ms(self) -> float:
+        """Measured time that `predicted_step_ms` is about: without planning."""
+        return max(self.step_ms - self.plan_ms, 0.0)
 
     @property
     def is_over_limit(self) -> bool:

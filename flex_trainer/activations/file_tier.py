@@ -131,4 +131,5 @@ class FileTier:
 def _timed(copy: Callable[[int, torch.Tensor], None], offset: int, memory: torch.Tensor) -> CopyTime:
     start, start_on_core = time.perf_counter(), time.thread_time()
     copy(offset, memory)
-    return CopyTime(memory.numel(), time.perf_counter() - start, time.thread_time() - start_on_core)
+    core_seconds = time.thread_time() - start_on_core
+    return CopyTime(memory.numel(), time.perf_counter() - start, core_seconds)

@@ -9,7 +9,7 @@ How it is smoothed: least squares with exponential forgetting. In units of what 
     measured seconds / probed seconds  =  u x (share of the count)  +  v x (share of the amount)
 
 and an observation n uses ago counts 0.85^n. The first one counts only until there is a second: it touches memory for the
-first time. The prior (u = v = `start`) counts as a quarter of an observation for ever. An observation that is more than
+first time. The prior (u = v = `start`) counts as a tenth of an observation for ever. An observation that is more than
 four times off what is known by then counts as four times off, and u and v are bounded (`_MOST_FACTOR`): one disturbed
 micro-batch, or a hundred of them, cannot make a rate useless. Of recompute, v is known to be near 1 (the same kernels run
 again), while u, Python's time, is not: its prior is stronger and its bounds are narrower.
@@ -31,8 +31,8 @@ from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
 
 _FORGETTING = 0.85
-_PRIOR_WEIGHT = 0.25
-_RECOMPUTE_PRIOR_WEIGHTS = 0.05, 2.0
+_PRIOR_WEIGHT = 0.1
+_RECOMPUTE_PRIOR_WEIGHTS = 0.02, 0.5
 _MOST_OFF = 4.0
 _MOST_FACTOR = 50.0
 _MOST_RECOMPUTE_FACTORS = 50.0, 4.0

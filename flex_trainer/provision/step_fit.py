@@ -34,6 +34,8 @@ _SHAPE_SPREAD = 4.0
 _PRIOR_SAMPLES, _PRIOR_SHARE = 2.0, 0.1
 _LOWEST, _HIGHEST = 0.02, 8.0
 _HUBER = 1.345
+_GROSS = 0.5
+_LEAST_DEVIATION = 0.005
 _NUM_ITERATIONS = 4
 _EVERY = 4
 """Once there are 16 samples, every so many micro-batches theta is worked out anew."""
@@ -101,23 +103,28 @@ class StepFit:
         groups: dict[BatchShape, list[int]] = {}
         for index, sample in enumerate(self._samples):
             groups.setdefault(sample.shape, []).append(index)
-        columns = np.column_stack([np.ones(len(shares)), features[:, used]])
-        for members in groups.values():  # quasi-demeaning: the random effect in closed form
-            part = 1 - 1 / np.sqrt(1 + _SHAPE_SPREAD * len(members))
-            columns[members] -= part * columns[members].mean(axis=0)
-            shares[members] -= part * shares[members].mean()
+        table = np.column_stack([shares, np.ones(len(shares)), features[:, used]])
+        typical = float(np.median(shares))
+        off = shares.copy()
+        for members in groups.values():
+            off[members] -= np.median(shares[members])
+        scale = _GROSS * typical  # what a plan may add is no disturbance
         recent = _FORGETTING ** np.arange(len(shares) - 1, -1, -1)
         prior = self._prior[used]
         ridge = np.diag([0.0, *[_PRIOR_SAMPLES * _PRIOR_SHARE**2] * len(prior)])
-        huber = np.ones(len(shares))
         found = np.zeros(1 + len(prior))
         for _ in range(_NUM_ITERATIONS):
-            weighted = columns * (recent * huber)[:, None]
+            huber = np.minimum(1.0, scale / np.maximum(np.abs(off), 1e-12))
+            left = table.copy()
+            for members in groups.values():  # quasi-demeaning: the random effect in closed form
+                weights = huber[members]
+                part = 1 - 1 / np.sqrt(1 + _SHAPE_SPREAD * weights.sum())
+                left[members] -= part * (weights @ table[members]) / weights.sum()
+            weighted = left[:, 1:] * (recent * huber)[:, None]
             found = np.linalg.solve(
-                weighted.T @ columns + ridge, weighted.T @ shares + ridge @ np.array([0.0, *prior])
+                weighted.T @ left[:, 1:] + ridge, weighted.T @ left[:, 0] + ridge @ np.array([0.0, *prior])
             )
-            off = np.abs(shares - columns @ found)
-            scale = _HUBER * max(1.4826 * float(np.median(off)), 1e-6)
-            huber = np.minimum(1.0, scale / np.maximum(off, 1e-12))
+            off = left[:, 0] - left[:, 1:] @ found
+            scale = _HUBER * max(1.4826 * float(np.median(np.abs(off))), _LEAST_DEVIATION * typical)
         theta[used] = np.clip(found[1:], _LOWEST, _HIGHEST)
         return theta

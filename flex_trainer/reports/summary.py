@@ -49,6 +49,8 @@ class RunSummary:
     """Mean error of the predicted activation bytes; None when nothing was predicted."""
     plan_percent: float
     """Planning time as a share of forward and backward time."""
+    mean_time_error_percent: float | None = None
+    """Mean error of the predicted time of a micro-batch; None when nothing was predicted."""
 
 
 def prediction_error_percent(record: MicroBatchRecord) -> float | None:
@@ -67,6 +69,16 @@ def prediction_error_percents(records: Sequence[MicroBatchRecord]) -> list[float
     return [error for error in errors if error is not None]
 
 
+def time_error_percents(records: Sequence[MicroBatchRecord]) -> list[float]:
+    """`100 x |predicted - measured| / measured` of the time of forward and backward, without planning, of every
+    micro-batch whose time was predicted."""
+    return [
+        100 * abs(record.predicted_step_ms - record.run_ms) / record.run_ms
+        for record in records
+        if record.predicted_step_ms > 0 and record.run_ms > 0
+    ]
+
+
 def plan_percent(records: Sequence[MicroBatchRecord]) -> float:
     """Planning time as percent of forward and backward time; 0 when no time was measured."""
     step_ms = sum(record.step_ms for record in records)
@@ -80,7 +92,7 @@ def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Se
     step_ms: dict[int, float] = {}
     for record in records:
         step_ms[record.step] = step_ms.get(record.step, 0.0) + record.step_ms
-    errors = prediction_error_percents(records)
+    errors, time_errors = prediction_error_percents(records), time_error_percents(records)
     return RunSummary(
         limit_bytes=limit_bytes,
         num_micro_batches=len(records),
@@ -96,6 +108,7 @@ def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Se
         median_step_ms=median(step_ms.values()) if step_ms else 0.0,
         mean_prediction_error_percent=sum(errors) / len(errors) if errors else None,
         plan_percent=plan_percent(records),
+        mean_time_error_percent=sum(time_errors) / len(time_errors) if time_errors else None,
     )
 
 
@@ -104,7 +117,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.num_micro_batches == 0:
         return [("memory limit", format_bytes(summary.limit_bytes)), ("micro-batches", "0 (nothing was trained)")]
     share = f", {100 * summary.peak_bytes / summary.limit_bytes:.1f}% of the limit" if summary.limit_bytes else ""
-    error = summary.mean_prediction_error_percent
+    error, time_error = summary.mean_prediction_error_percent, summary.mean_time_error_percent
     return [
         ("memory limit", format_bytes(summary.limit_bytes)),
         ("measured peak", f"{format_bytes(summary.peak_bytes)} (micro-batch {summary.peak_micro_batch}{share})"),
@@ -118,6 +131,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("quantised", format_bytes(summary.quantized_bytes)),
         ("median step time", f"{summary.median_step_ms:,.1f} ms"),
         ("mean prediction error", "nothing predicted" if error is None else f"{error:.2f}%"),
+        ("mean error of predicted time", "nothing predicted" if time_error is None else f"{time_error:.2f}%"),
         ("planning", f"{summary.plan_percent:.2f}% of the step"),
     ]
 
