@@ -260,7 +260,12 @@ class Provisioner:
     def _step_times(self) -> StepTimes:
         """Made when the first plan is, since that is when the machine is probed."""
         if self._times is None:
-            self._times = StepTimes(self._device, self._profile, self._offloading.probed_rates())
+            self._times = StepTimes(
+                self._device,
+                self._profile,
+                self._offloading.probed_rates(),
+                [Strategy(name) for name in self._config.strategies],
+            )
         return self._times
 
     def _learn_times(self, micro_batch: MicroBatch) -> None:

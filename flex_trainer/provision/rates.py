@@ -9,9 +9,9 @@ How it is smoothed: least squares with exponential forgetting. In units of what 
     measured seconds / probed seconds  =  u x (share of the count)  +  v x (share of the amount)
 
 and an observation n uses ago counts 0.85^n. The first one counts only until there is a second: it touches memory for the
-first time. The prior (u = v = `start`) counts as a tenth of an observation for ever. An observation that is more than
-four times off what is known by then counts as four times off, and u and v are bounded (`_MOST_FACTOR`): one disturbed
-micro-batch, or a hundred of them, cannot make a rate useless. Of recompute, v is known to be near 1 (the same kernels run
+first time. The prior (u = v = `start`) counts as a tenth of an observation for ever. One that is more than
+1.5 times off what is known by then counts as 1.5 times off, unless the one before was as far off: a disturbance changes
+little, and a change is believed when it is seen twice. u and v are bounded (`_LEAST_FACTOR`, `_MOST_FACTOR`). Of recompute, v is known to be near 1 (the same kernels run
 again), while u, Python's time, is not: its prior is stronger and its bounds are narrower.
 
 How it is explored: while a mitigation is not used, what was learnt fades towards the probe, so that it is tried again
@@ -22,6 +22,7 @@ micro-batches there are about log2(n / 32) tries of one micro-batch each.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,12 +31,14 @@ from flex_trainer.cost.roofline import Rates, Roofline
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
 
+MITIGATIONS = (Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE)
+
 _FORGETTING = 0.85
 _PRIOR_WEIGHT = 0.1
 _RECOMPUTE_PRIOR_WEIGHTS = 0.02, 0.5
-_MOST_OFF = 4.0
-_MOST_FACTOR = 50.0
-_MOST_RECOMPUTE_FACTORS = 50.0, 4.0
+_MOST_OFF = 1.5
+_LEAST_FACTOR, _MOST_FACTOR = 1 / 50, 1000.0
+_MOST_RECOMPUTE_FACTORS = 100.0, 4.0
 _HALF_LIFE = 32.0
 _LONGEST_HALF_LIFE = 4096.0
 _CONFIRMED = 1.15
@@ -43,9 +46,11 @@ _CONFIRMED = 1.15
 _FEW = 3
 """Observations from which on one may be called off."""
 
-_CHANGES = ((16, 1.15), (4, 1.3), (1, 2.0))
+_CHANGES = ((16, 1.25), (4, 1.5), (2, 2.0))
 """Plans made at other rates are made anew, which takes time: so many micro-batches after the last change, a change by such
 a factor matters."""
+_OVERHEAD_CHANGE = 4.0
+"""Of recompute, by how much more its overhead has to change than its slope."""
 
 
 class LearntCost:
@@ -74,6 +79,7 @@ class LearntCost:
         self._squares = np.zeros((2, 2))
         self._products = np.zeros(2)
         self._num_seen = 0
+        self._last_off = 1.0
         self._num_unused = 0
         self._half_life = _HALF_LIFE
 
@@ -90,6 +96,12 @@ class LearntCost:
         """What it costs now over what the probe says, at the mix of count and amount last seen."""
         return float(self._now() @ self._mix)
 
+    @property
+    def steepness(self) -> float:
+        """u over v."""
+        u, v = self._now().tolist()
+        return u / v
+
     def observe(self, count: float, amount: float, seconds: float) -> None:
         """A micro-batch used it: `count` times, on `amount` in all, and that added `seconds`."""
         probed = self._probe * (count, amount)
@@ -101,9 +113,11 @@ class LearntCost:
             self._end_break(measured, shares)
         if self._num_seen == 1:
             self._squares[:], self._products[:] = 0, 0
-        elif self._num_seen >= _FEW:
-            known = float(self._fitted() @ shares)
-            measured = min(max(measured, known / _MOST_OFF), known * _MOST_OFF)
+        known = float(self._fitted() @ shares)
+        if self._num_seen >= _FEW:
+            lowest, highest = min(1 / _MOST_OFF, self._last_off), max(_MOST_OFF, self._last_off)
+            self._last_off = measured / known
+            measured = known * min(max(measured / known, lowest), highest)
         self._squares = _FORGETTING * self._squares + np.outer(shares, shares)
         self._products = _FORGETTING * self._products + measured * shares
         self._mix = shares
@@ -129,7 +143,7 @@ class LearntCost:
 
     def _fitted(self) -> np.ndarray:
         fitted = np.linalg.solve(self._squares + self._prior, self._products + self._prior @ self._start)
-        return np.clip(fitted, 1 / self._most, self._most)
+        return np.clip(fitted, np.maximum(1 / self._most, _LEAST_FACTOR), self._most)
 
     def _now(self) -> np.ndarray:
         fitted = self._fitted()
@@ -167,11 +181,15 @@ class LearntRates:
 
     Args:
         probe: of the idle machine.
+        strategies: those that may be used.
         offload_start: see `LearntCost`.
     """
 
-    def __init__(self, probe: Rates, offload_start: float = 1.0) -> None:
+    def __init__(
+        self, probe: Rates, strategies: Iterable[Strategy] = MITIGATIONS, offload_start: float = 1.0
+    ) -> None:
         self.probe = probe
+        self._is_allowed = [strategy in set(strategies) for strategy in MITIGATIONS]
         self._recompute = LearntCost(
             probe.replay_overhead_seconds,
             probe.recompute_factor,
@@ -182,8 +200,10 @@ class LearntRates:
         self._quantize = LearntCost(0.0, 1.0)
         self._num_since_change = 0
         self.rates = self._now()
-        """As of the last change that mattered: rates that jitter would have every plan made anew."""
+        """As of the last change that mattered. Which plan is the best one depends on what mitigations cost over one
+        another: where all get slower alike, as on a machine with other work, plans stay."""
         self._factors = self._all_factors()
+        self._steepness = self._recompute.steepness
 
     def observe(self, used: Used) -> None:
         """Learn from one micro-batch that ran under a plan."""
@@ -199,9 +219,15 @@ class LearntRates:
                 cost.skip()
         self._num_since_change += 1
         factors = self._all_factors()
-        most = max(abs(math.log(new / old)) for new, old in zip(factors, self._factors, strict=True))
+        triples = zip(factors, self._factors, self._is_allowed, strict=True)
+        changes = [math.log(new / old) for new, old, is_allowed in triples if is_allowed]
+        most = max(changes, default=0.0) - min(changes, default=0.0)
+        if self._is_allowed[0]:
+            within = abs(math.log(self._recompute.steepness / self._steepness))
+            most = max(most, within - math.log(_OVERHEAD_CHANGE))
         if any(self._num_since_change >= num and most > math.log(change) for num, change in _CHANGES):
             self.rates, self._factors, self._num_since_change = self._now(), factors, 0
+            self._steepness = self._recompute.steepness
 
     def added_seconds(self, plan: Plan) -> float:
         """What a plan made at `rates` adds, at what is known by now."""

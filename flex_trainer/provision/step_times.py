@@ -16,6 +16,7 @@ How what mitigations add is seen:
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +26,10 @@ from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.planner.plan import Plan
-from flex_trainer.provision.rates import LearntRates, Used
+from flex_trainer.provision.rates import MITIGATIONS, LearntRates, Used
 from flex_trainer.provision.step_fit import StepFit
 from flex_trainer.provision.stopwatch import Stopwatch
+from flex_trainer.strategy import Strategy
 
 _BUSY_OFFLOAD_START = 2.0
 """Copies to a file beside compute that needs all cores, over what the idle machine's probe says: a first guess."""
@@ -59,13 +61,16 @@ class StepTimes:
         device: where they run.
         profile: knows the operators' times.
         probe: what mitigations cost on the idle machine.
+        strategies: those that may be used.
     """
 
-    def __init__(self, device: torch.device, profile: Profile, probe: Rates) -> None:
+    def __init__(
+        self, device: torch.device, profile: Profile, probe: Rates, strategies: Iterable[Strategy] = MITIGATIONS
+    ) -> None:
         self._profile = profile
         self._is_host = device.type != "cuda"
         is_busy = self._is_host and torch.get_num_threads() + 1 > (os.cpu_count() or 1)
-        self._learnt = LearntRates(probe, _BUSY_OFFLOAD_START if is_busy else 1.0)
+        self._learnt = LearntRates(probe, strategies, _BUSY_OFFLOAD_START if is_busy else 1.0)
         # Recompute, offload, quantize. On the host, the first is measured.
         self._fit = StepFit((1.0, 1.0 if is_busy or not self._is_host else _SPARE_CORE_COST, 1.0))
         self._pending: list[Ran] = []

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.ledger import CopyTime, Ledger
+from flex_trainer.config import FlexConfig
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates, Roofline
 from flex_trainer.cost.shape import BatchShape
+from flex_trainer.memory import offloading
+from flex_trainer.memory.offloading import OffloadService
 from flex_trainer.planner.plan import Plan
+from flex_trainer.provision import rates as rates_module
 from flex_trainer.provision.rates import LearntCost, LearntRates, Used
 from flex_trainer.provision.step_fit import StepFit
 from flex_trainer.provision.step_times import Ran, StepTimes
 from flex_trainer.provision.stopwatch import Stopwatch
+from flex_trainer.runtime import FlexRuntime
 from flex_trainer.strategy import Strategy
+from flex_trainer.testing.tiny import tiny_batch, tiny_model
+from tests.fake_meter import BASE_BYTES, with_fake_meter
 
 MIB = 2**20
 PROBE = Rates(offload=Roofline(100e-6, 1e9), quantize=Roofline(50e-6, 2e9), replay_overhead_seconds=60e-6)
@@ -58,7 +67,7 @@ class TestLearntCost:
             cost.observe(100, 50 * MIB, line(100, 50 * MIB))
         before = cost.factor
         cost.observe(100, 50 * MIB, 1000 * line(100, 50 * MIB))
-        assert before < cost.factor < 1.6 * before
+        assert before < cost.factor < 1.15 * before
         for _ in range(8):
             cost.observe(100, 50 * MIB, line(100, 50 * MIB))
         assert cost.factor == pytest.approx(before, rel=0.15)
@@ -75,7 +84,7 @@ class TestLearntCost:
         cost = self.cost()
         for _ in range(500):
             cost.observe(100, 50 * MIB, seconds)
-        assert 1 / 50 <= cost.factor <= 50.001
+        assert 1 / 50.001 <= cost.factor <= 1000.001
         assert cost.overhead_seconds > 0 and cost.seconds_per_unit > 0
 
     def test_it_follows_a_machine_that_changes(self) -> None:
@@ -158,6 +167,27 @@ class TestLearntRates:
             )
             published.add(learnt.rates)
         assert len(published) <= 3
+
+    def test_a_machine_on_which_all_gets_slower_alike_changes_no_plans(self) -> None:
+        learnt = LearntRates(PROBE, (Strategy.RECOMPUTE, Strategy.OFFLOAD))
+        published = []
+        for number in range(100):
+            slower = 1 + 0.02 * number
+            learnt.observe(
+                Used(
+                    num_recomputed=10,
+                    recomputed_seconds=0.5,
+                    recompute_seconds=0.5 * slower,
+                    num_offloaded=10,
+                    offloaded_bytes=50 * MIB,
+                    offload_seconds=0.1 * slower,
+                )
+            )
+            published.append(learnt.rates)
+        assert len(set(published[20:])) <= 2
+        planned_seconds = 10 * learnt.rates.replay_overhead_seconds + 0.5 * learnt.rates.recompute_factor
+        plan = Plan({"a": Strategy.RECOMPUTE}, added_seconds=planned_seconds, recompute_seconds=planned_seconds)
+        assert learnt.added_seconds(plan) == pytest.approx(0.5 * slower, rel=0.15)  # what is predicted follows
 
     def test_added_time_is_as_of_now(self) -> None:
         learnt = LearntRates(PROBE)
@@ -300,3 +330,57 @@ def test_recompute_is_measured_on_the_host() -> None:
     found = 20 * times.rates.replay_overhead_seconds + times.rates.recompute_factor * 0.0988
     assert found == pytest.approx(0.2, rel=0.15)
     assert times.plain_seconds(BatchShape(1, 1000)) == pytest.approx(3.0, rel=0.02)
+
+
+class SlowTier(FileTier):
+    """A file whose copies take so long."""
+
+    delay_seconds = 0.0
+
+    def _write(self, offset: int, source: torch.Tensor) -> None:
+        time.sleep(self.delay_seconds)
+        super()._write(offset, source)
+
+    def _read(self, offset: int, target: torch.Tensor) -> None:
+        time.sleep(self.delay_seconds)
+        super()._read(offset, target)
+
+
+def test_slow_copies_turn_the_plan_to_recompute_and_fast_ones_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit, with a probe that promises copies for nothing. Losses and gradients are those of the plain run."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(OffloadService, "_measure_offload", lambda _: Roofline(20e-6, 5e9))
+    monkeypatch.setattr(offloading, "in_flight_bound_bytes", lambda _: 2**18)  # small, as the model is
+    monkeypatch.setattr(rates_module, "_HALF_LIFE", 2.0)
+    model, reference = tiny_model("mixtral"), tiny_model("mixtral")
+    batch = tiny_batch(model, 2, 256, seed=0)
+    loss = reference(**batch).loss
+    loss.backward()
+    runtime = FlexRuntime(FlexConfig(BASE_BYTES + 5_600_000, strategies=("recompute", "offload")))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    assert runtime._offloading is not None
+    tier = runtime._offloading.store().tier = SlowTier()
+
+    def offloaded_kib() -> int:
+        ours = model(**batch).loss
+        with runtime.backward():
+            ours.backward()
+        assert torch.equal(ours, loss)
+        for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert parameter.grad is None if other.grad is None else torch.equal(parameter.grad, other.grad)
+        model.zero_grad(set_to_none=True)
+        return runtime.records[-1].freed_bytes["offload"] // 1024
+
+    try:
+        fast = [offloaded_kib() for _ in range(3)]
+        tier.delay_seconds = 0.01
+        slow = [offloaded_kib() for _ in range(10)]
+        tier.delay_seconds = 0.0
+        again = [offloaded_kib() for _ in range(12)]
+    finally:
+        runtime.detach()
+    assert min(fast) > 500, "what costs nothing is used"
+    assert max(slow[:2]) > 500 and min(slow) == 0, "copies that the step waits for are given up"
+    assert slow.count(0) >= 5, "and are tried again only now and then"
+    assert max(again) > 500, "so that it is seen when they are fast"
