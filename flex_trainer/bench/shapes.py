@@ -94,3 +94,22 @@ def quick(shape: BenchShape) -> BenchShape:
         shape.batch_size,
         shape.sequence_length // 2,
     )
+
+
+def _smaller(shape: BenchShape, name: str, num_layers: int, batch_size: int, length: int, **config: Any) -> BenchShape:
+    return BenchShape(
+        name, shape.architecture, {**shape.config, "num_hidden_layers": num_layers, **config}, batch_size, length
+    )
+
+
+CHOICE_SHAPES = (
+    _smaller(UNEQUAL_HEADS, "unequal_heads", 3, 4, 512),
+    _smaller(REFERENCE, "equal_heads", 3, 4, 512),
+    _smaller(FEW_BIG_EXPERTS, "few_big_experts", 3, 4, 512),
+    _smaller(LONG, "long", 3, 1, 3072),
+    _smaller(UNEQUAL_HEADS, "long_unequal_heads", 2, 1, 1536),
+    _smaller(WIDE_VOCABULARY, "wide_vocabulary", 2, 4, 384),
+    _smaller(REFERENCE, "many_small_experts", 3, 4, 384, n_routed_experts=64, moe_intermediate_size=64),
+    _smaller(REFERENCE, "dense", 4, 8, 384, first_k_dense_replace=4),
+)
+"""What times and choices are measured on: steps of a second or less on two cores."""
