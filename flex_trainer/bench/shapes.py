@@ -103,13 +103,13 @@ def _smaller(shape: BenchShape, name: str, num_layers: int, batch_size: int, len
 
 
 CHOICE_SHAPES = (
-    _smaller(UNEQUAL_HEADS, "unequal_heads", 3, 4, 512),
-    _smaller(REFERENCE, "equal_heads", 3, 4, 512),
-    _smaller(FEW_BIG_EXPERTS, "few_big_experts", 3, 4, 512),
-    _smaller(LONG, "long", 3, 1, 3072),
-    _smaller(UNEQUAL_HEADS, "long_unequal_heads", 2, 1, 1536),
-    _smaller(WIDE_VOCABULARY, "wide_vocabulary", 2, 4, 384),
-    _smaller(REFERENCE, "many_small_experts", 3, 4, 384, n_routed_experts=64, moe_intermediate_size=64),
-    _smaller(REFERENCE, "dense", 4, 8, 384, first_k_dense_replace=4),
+    _smaller(UNEQUAL_HEADS, "unequal_heads", 3, 2, 512),
+    _smaller(REFERENCE, "equal_heads", 3, 2, 768),
+    _smaller(FEW_BIG_EXPERTS, "few_big_experts", 3, 2, 512),
+    _smaller(LONG, "long", 2, 1, 2048),
+    _smaller(UNEQUAL_HEADS, "long_unequal_heads", 2, 1, 1024),
+    _smaller(WIDE_VOCABULARY, "wide_vocabulary", 2, 2, 384),
+    _smaller(REFERENCE, "many_small_experts", 3, 2, 512, n_routed_experts=64, moe_intermediate_size=64),
+    _smaller(REFERENCE, "dense", 4, 4, 512, first_k_dense_replace=4),
 )
 """What times and choices are measured on: steps of a second or less on two cores."""

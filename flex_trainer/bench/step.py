@@ -109,6 +109,7 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
         _try(shape, lengths[:WARM_UP_STEPS], **options["cap"], strategies=[name]).value or _DIED
         for name in ("recompute", "offload")
     ]
+    core = {name: _median_seconds(done, "core_seconds") for name, done in runs.items()}
     step = {name: _median_seconds(done) for name, done in runs.items()}
     records = [record for run in runs["cap"] for record in run["records"]]
     planned = [record for record in records if not record["is_profile"]]
@@ -129,6 +130,9 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
         "cap_vs_plain_step_ratio": step["cap"] / step["plain"],
         "ample_vs_plain_step_ratio": step["ample"] / step["plain"],
         "plain_vs_checkpoint_step_ratio": step["plain"] / step["checkpoint"],
+        # Of all cores, not of the clock: what a machine with other work still tells.
+        "cap_vs_checkpoint_core_ratio": core["cap"] / core["checkpoint"],
+        "ample_vs_plain_core_ratio": core["ample"] / core["plain"],
         **{
             f"freed_{strategy}_mib": max((r["freed_bytes"][strategy] for r in planned), default=0) / 2**20
             for strategy in ("recompute", "offload")
@@ -138,8 +142,8 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
     }
 
 
-def _median_seconds(runs: list[dict[str, Any]]) -> float:
-    return statistics.median([seconds for run in runs for seconds in run.get("seconds", ())[WARM_UP_STEPS:]] or [math.inf])
+def _median_seconds(runs: list[dict[str, Any]], clock: str = "seconds") -> float:
+    return statistics.median([seconds for run in runs for seconds in run.get(clock, ())[WARM_UP_STEPS:]] or [math.inf])
 
 
 def _peer_figures(

@@ -1,9 +1,10 @@
 """Part of `flex-trainer bench predict`: times predicted against times measured, and whether the plan is the right one.
 
-How noise is kept out: all ways of one limit run in one process in turns, the first two of which are left out, a different way first
-in each; a time is the median over all micro-batches of a way, and two ways are compared by the median over turns of the
-ratio within a turn, so that a slow minute of the machine counts for both. A shape takes at most about
-`SECONDS_PER_LIMIT` x its limits and its start, so all take under 20 minutes on two cores.
+How noise is kept out: all ways of one limit run in one process in turns, a different one first each time, and the first two
+turns are left out; a time is the median over all micro-batches of a way; two ways are compared by the median over turns
+of the ratio within a turn, so that a slow minute of the machine counts for both. After four turns a limit ends with
+`SECONDS_PER_LIMIT`: with the start of a process and two limits, a shape takes two minutes or so on two idle cores, and
+all of them 16.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flex_trainer.bench.shapes import CHOICE_SHAPES, BenchShape, quick
+from flex_trainer.bench.shapes import CHOICE_SHAPES, BenchShape
 from flex_trainer.bench.times_child import ALTERNATIVES, PLAN
 from flex_trainer.testing.processes import run_in_subprocess
 
@@ -35,7 +36,7 @@ def time_figures(is_quick: bool, console: Console) -> dict[str, Any]:
     Raises:
         RuntimeError: a run failed, or trained something else.
     """
-    shapes = [quick(CHOICE_SHAPES[0])] if is_quick else CHOICE_SHAPES
+    shapes = CHOICE_SHAPES[:1] if is_quick else CHOICE_SHAPES
     errors: dict[str, float] = {}
     ratios: dict[str, float] = {}
     refused: list[str] = []
@@ -52,6 +53,8 @@ def time_figures(is_quick: bool, console: Console) -> dict[str, Any]:
             if ratio is not None:
                 ratios[name] = ratio
                 console.print(f"{name}: plan / best alternative {ratio:.3f}", highlight=False)
+    if not ratios:
+        raise RuntimeError(f"no limit left a choice: {', '.join(refused)}")
     worst = max(errors, key=errors.__getitem__)
     return {
         "time_mean_error_percent": statistics.mean(errors.values()),
@@ -74,7 +77,7 @@ def _cases(shape: BenchShape, is_quick: bool) -> list[dict[str, Any]]:
         "sequence_length": shape.sequence_length,
         "shares": SHARES[1:] if is_quick else SHARES,
         "budget_seconds": 0.0 if is_quick else SECONDS_PER_LIMIT,
-        "num_micro_batches": 2 if is_quick else _NUM_MICRO_BATCHES,
+        "num_micro_batches": 1 if is_quick else _NUM_MICRO_BATCHES,
         "most_turns": _MOST_TURNS,
     }
     result = run_in_subprocess("flex_trainer.bench.times_child:compare", arguments, timeout_s=_TIMEOUT_S)

@@ -60,6 +60,7 @@ class FakeRuns:
         value = {
             "losses": losses,
             "seconds": [9.0, 9.0, *[seconds] * (len(lengths) - 2)],
+            "core_seconds": [9.0, 9.0, *[2 * seconds] * (len(lengths) - 2)],
             "peak_bytes": self.peaks[side],
             "records": [record(is_profile=number == 0) for number in range(len(lengths))],
         }
@@ -77,6 +78,7 @@ def test_figures_and_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["reference/cap_mib"] == 160.0  # 100 + 0.6 x (200 - 100)
     assert found["reference/cap_vs_plain_step_ratio"] == pytest.approx(1.1)
     assert found["reference/cap_vs_checkpoint_step_ratio"] == pytest.approx(1.1 / 1.4)
+    assert found["reference/ample_vs_plain_core_ratio"] == 1.0
     assert found["reference/freed_recompute_mib"] == 3.0
     assert found["reference/plan_share"] == pytest.approx(0.001)
     assert found["varied/use_of_limit_under_demand"] == pytest.approx(0.95)
