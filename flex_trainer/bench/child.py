@@ -71,7 +71,7 @@ class ManagedTrainer(ExactLosses, FlexTrainer):
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of every optimizer step: of the clock, and of all cores (which other processes do not disturb as much)."""
+    """Seconds of every optimizer step: of the clock, and of all cores (less disturbed by other processes)."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -2,7 +2,7 @@
 
 requirement 1   saved bytes: mean and worst error over families, shapes, dtypes and strategies, and for the routed
                 part over rows from none to all of a group's; the process's peak: mean and worst error
-times           time of a planned micro-batch, and the plan's time against that of other ways under the same limit (times.py)
+times           time of a planned micro-batch, and the plan's time against that of other ways under its limit (times.py)
 plan            time and memory of `flex-trainer plan` for the largest shipped recipes
 """
 

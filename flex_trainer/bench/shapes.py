@@ -51,8 +51,8 @@ REFERENCE = BenchShape(
 UNEQUAL_HEADS = BenchShape(
     "unequal_heads",
     "deepseek_v3",
-    # As in the published models: queries and keys are 1.5 times as wide as values. On a CPU torch has no fused kernel for
-    # that, so attention saves its scores.
+    # As in the published models: queries and keys are 1.5 times as wide as values. On a CPU torch has no fused kernel
+    # for that, so attention saves its scores.
     {**REFERENCE.config, "num_hidden_layers": 6, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
     batch_size=4,
     sequence_length=512,

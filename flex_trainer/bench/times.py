@@ -1,10 +1,10 @@
 """Part of `flex-trainer bench predict`: times predicted against times measured, and whether the plan is the right one.
 
-How noise is kept out: all ways of one limit run in one process in turns, a different one first each time, and the first two
-turns are left out; a time is the median over all micro-batches of a way; two ways are compared by the median over turns
-of the ratio within a turn, so that a slow minute of the machine counts for both. After four turns a limit ends with
-`SECONDS_PER_LIMIT`: with the start of a process and two limits, a shape takes two minutes or so on two idle cores, and
-all of them 16.
+How noise is kept out: all ways of one limit run in one process in turns, a different one first each time, and the first
+two turns are left out; a time is the median over all micro-batches of a way; two ways are compared by the median over
+turns of the ratio within a turn, so that a slow minute of the machine counts for both. After four turns a limit ends
+with `SECONDS_PER_LIMIT`: with the start of a process and two limits, a shape takes two minutes or so on two idle cores,
+and all of them 16.
 """
 
 from __future__ import annotations

@@ -1,22 +1,24 @@
 """What a mitigation adds to a step, learnt from what happens.
 
-Each kind of mitigation has a `LearntCost`: a straight line of seconds over a count (each value moved, each region
-recomputed) and an amount (bytes moved, forward seconds recomputed). It starts from a probe of the idle machine, and each
+Each kind of mitigation has a `LearntCost`: a straight line of seconds over a count (values moved, regions recomputed)
+and an amount (bytes moved, forward seconds recomputed). It starts from a probe of the idle machine, and each
 micro-batch that uses the mitigation is one observation.
 
 How it is smoothed: least squares with exponential forgetting. In units of what the probe says, an observation is
 
     measured seconds / probed seconds  =  u x (share of the count)  +  v x (share of the amount)
 
-and an observation n uses ago counts 0.85^n. The first one counts only until there is a second: it touches memory for the
-first time. The prior (u = v = `start`) counts as a tenth of an observation for ever. One that is more than
-1.5 times off what is known by then counts as 1.5 times off, unless the one before was as far off: a disturbance changes
-little, and a change is believed when it is seen twice. u and v are bounded (`_LEAST_FACTOR`, `_MOST_FACTOR`). Of recompute, v is known to be near 1 (the same kernels run
-again), while u, Python's time, is not: its prior is stronger and its bounds are narrower.
+- An observation that was n uses ago counts 0.85^n. The first one counts only until there is a second: it touches memory
+  for the first time. The prior (u = v = `start`) counts as a tenth of an observation for ever.
+- One that is more than 1.5 times off what is known by then counts as 1.5 times off, unless the one before was as far
+  off: a disturbance changes little, and a change is believed when it is seen twice.
+- u and v are bounded (`_LEAST_FACTOR`, `_MOST_FACTOR`).
+- Of recompute, v is known to be near 1 (the same kernels run again), while u, Python's time, is not: the prior of v is
+  stronger and its bounds are narrower.
 
 How it is explored: while a mitigation is not used, what was learnt fades towards the probe, so that it is tried again
 where it may pay. The first half-life is 32 micro-batches; each try that finds it as bad as before doubles it, so over n
-micro-batches there are about log2(n / 32) tries of one micro-batch each.
+micro-batches there are about log2(n / 32) tries, of two micro-batches or so each.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ _FEW = 3
 """Observations from which on one may be called off."""
 
 _CHANGES = ((16, 1.25), (4, 1.5), (2, 2.0))
-"""Plans made at other rates are made anew, which takes time: so many micro-batches after the last change, a change by such
-a factor matters."""
+"""Plans made at other rates are made anew, which takes time: so many micro-batches after the last change, a change by
+such a factor matters."""
 _OVERHEAD_CHANGE = 4.0
 """Of recompute, by how much more its overhead has to change than its slope."""
 
@@ -185,9 +187,7 @@ class LearntRates:
         offload_start: see `LearntCost`.
     """
 
-    def __init__(
-        self, probe: Rates, strategies: Iterable[Strategy] = MITIGATIONS, offload_start: float = 1.0
-    ) -> None:
+    def __init__(self, probe: Rates, strategies: Iterable[Strategy] = MITIGATIONS, offload_start: float = 1.0) -> None:
         self.probe = probe
         self._is_allowed = [strategy in set(strategies) for strategy in MITIGATIONS]
         self._recompute = LearntCost(
@@ -231,9 +231,7 @@ class LearntRates:
 
     def added_seconds(self, plan: Plan) -> float:
         """What a plan made at `rates` adds, at what is known by now."""
-        recompute, offload, quantize = (
-            new / old for new, old in zip(self._all_factors(), self._factors, strict=True)
-        )
+        recompute, offload, quantize = (new / old for new, old in zip(self._all_factors(), self._factors, strict=True))
         moves = offload if Strategy.OFFLOAD in plan.strategies.values() else quantize
         return recompute * plan.recompute_seconds + moves * (plan.added_seconds - plan.recompute_seconds)
 

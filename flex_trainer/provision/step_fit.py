@@ -5,13 +5,13 @@ moment, so that long and short micro-batches count alike):
 
     seconds / w  =  a + a_shape + sum over mitigations of theta x (model's seconds / w)
 
-- a_shape is what work does not say of a shape. It is a random effect: the more micro-batches of a shape there are, the more of
-  what sets it apart from others is left to it, so that long micro-batches, which are slower per token and offload more,
-  do not make offload look expensive.
+- a_shape is what work does not say of a shape. It is a random effect: the more micro-batches of a shape there are, the
+  more of what sets it apart from others is left to it. So long micro-batches, which are slower per token and offload
+  more, do not make offload look expensive.
 - Huber's weights: a residual counts in proportion up to 1.345 deviations (from the median absolute one), beyond that
   as much as one there. Newer samples count more (0.97 per micro-batch).
-- The priors of theta count as two samples in which the mitigation adds a tenth. So where all micro-batches run under one
-  plan, which tells nothing of what it costs, they stand.
+- The priors of theta count as two samples in which the mitigation adds a tenth. So where all micro-batches run under
+  one plan, which tells nothing of what it costs, they stand.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ How what mitigations add is seen:
 
 - *Recompute* and *waiting for a copy* happen on the host's thread on a CPU, and are simply measured there.
 - *A copy beside compute* costs what it takes from compute: cores, page faults, memory. Not the copy's own duration
-  counts but how much longer the step gets. On a CPU the threads that copy say how long they were on a core; where the threads
-  that compute need all cores, each such second is taken to make the step a second longer, until steps with different
-  plans say something else (`step_fit.py`).
+  counts but how much longer the step gets. On a CPU the threads that copy say how long they were on a core. Where the
+  threads that compute need all cores, each such second is taken to make the step a second longer, until steps with
+  different plans say something else (`step_fit.py`).
 - *On CUDA* the host sees none of this. There the model's own seconds of each mitigation are the features of the same
-  regression, over the device's time from the begin of forward to the end of backward.
+  regression, over the device's time of forward and backward.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class FakeRuns:
         self.flex_dies = flex_dies
         self.flex_losses = flex_losses
         self.seconds = {"plain": 1.0, "checkpoint": 1.4, "flex": 1.1, "every_second_layer": 1.2, "selective": 1.3}
-        self.peaks = {name: 150 * MIB for name in self.seconds} | {"plain": 200 * MIB, "checkpoint": 100 * MIB}
+        self.peaks = dict.fromkeys(self.seconds, 150 * MIB) | {"plain": 200 * MIB, "checkpoint": 100 * MIB}
         self.peer_losses: list[float] | None = None
 
     def __call__(self, shape: Any, lengths: list[int], *, side: str, **options: Any) -> SubprocessResult:

@@ -139,7 +139,12 @@ class TestLearntRates:
         learnt = LearntRates(PROBE)
         draw = random.Random(1)
         for _ in range(40):
-            count, num_bytes, num, seconds = draw.randrange(1, 99), draw.randrange(1, 99) * MIB, draw.randrange(9, 99), 0.05
+            count, num_bytes, num, seconds = (
+                draw.randrange(1, 99),
+                draw.randrange(1, 99) * MIB,
+                draw.randrange(9, 99),
+                0.05,
+            )
             learnt.observe(
                 Used(
                     num_recomputed=num,
@@ -193,7 +198,9 @@ class TestLearntRates:
         learnt = LearntRates(PROBE)
         plan = Plan({"a": Strategy.OFFLOAD, "b": Strategy.RECOMPUTE}, added_seconds=0.3, recompute_seconds=0.1)
         assert learnt.added_seconds(plan) == pytest.approx(0.3)
-        learnt.observe(Used(num_offloaded=10, offloaded_bytes=50 * MIB, offload_seconds=1.5 * line(10, 50 * MIB, 1e-4, 1e9)))
+        learnt.observe(
+            Used(num_offloaded=10, offloaded_bytes=50 * MIB, offload_seconds=1.5 * line(10, 50 * MIB, 1e-4, 1e9))
+        )
         assert learnt.rates == LearntRates(PROBE).rates  # too little, too early to plan anew
         assert 0.1 + 1.3 * 0.2 < learnt.added_seconds(plan) < 0.1 + 1.5 * 0.2
 
