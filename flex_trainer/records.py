@@ -48,8 +48,8 @@ class MicroBatchRecord:
     step_ms: float = 0.0
     """Forward plus backward time of this micro-batch, on the host."""
     predicted_step_ms: float = 0.0
-    """Predicted time of forward and backward under the plan, without planning; 0 where nothing was predicted: before the
-    first micro-batch has run, and for those that only measure. On CUDA it is time of the device."""
+    """Predicted time of forward and backward under the plan, without planning. 0 where nothing was predicted: before
+    the first micro-batch has run, and for one that only measures. On CUDA it is time of the device."""
     num_replans: int = 0
     """How often the plan was changed after a router."""
     is_profile: bool = False

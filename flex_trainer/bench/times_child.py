@@ -78,7 +78,10 @@ def compare(
     cases: list[dict[str, Any]] = [{"share": 1.0, "turns": {"keep": kept.turns[_WARM_UP_TURNS:]}, "refused": {}}]
     for share in shares:
         limit_bytes = int(lowest_bytes + share * (highest_bytes - lowest_bytes))
-        ways = {name: _Way(FlexRuntime(FlexConfig(memory_limit=limit_bytes, **way))) for name, way in _WAYS.items()}
+        ways = {
+            name: _Way(FlexRuntime(FlexConfig(memory_limit=limit_bytes, transient_reserve=0, **way)))
+            for name, way in _WAYS.items()
+        }
         _take_turns(ways, model, batch, num_micro_batches, loss, most_turns, budget_seconds)
         cases.append(
             {
@@ -130,7 +133,7 @@ def _turn(way: _Way, model: nn.Module, batch: dict[str, torch.Tensor], num_micro
 
 
 def _step(model: nn.Module, batch: dict[str, torch.Tensor], runtime: FlexRuntime | None) -> float:
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=False)  # gradients stay: what a limit leaves is for activations
     loss = model(**batch).loss
     with contextlib.nullcontext() if runtime is None else runtime.backward():
         loss.backward()

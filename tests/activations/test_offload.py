@@ -335,3 +335,13 @@ def test_waiting_for_a_slow_copy_is_counted():
     store.settle()
     assert 0.04 < ledger.wait_seconds < 5.0 and ledger.num_offloaded == 2
     assert ledger.copies == []  # this tier does not tell
+
+
+def test_recomputation_is_timed_once_and_without_its_waiting():
+    ledger = Ledger()
+    with ledger.recomputing():
+        time.sleep(0.02)
+        with ledger.recomputing(), ledger.waiting():  # what it takes was dropped too, and had been offloaded
+            time.sleep(0.1)
+    assert 0.1 <= ledger.wait_seconds < 2.0
+    assert 0.02 <= ledger.recompute_seconds < 0.1
