@@ -47,6 +47,8 @@ class MicroBatchRecord:
     """Measured peak of memory in use over forward and backward (process on CPU, allocated on CUDA)."""
     step_ms: float = 0.0
     """Forward plus backward time of this micro-batch, on the host."""
+    run_ms: float = 0.0
+    """The same without planning and without what lies between both passes: what `predicted_step_ms` is about."""
     predicted_step_ms: float = 0.0
     """Predicted time of forward and backward under the plan, without planning. 0 where nothing was predicted: before
     the first micro-batch has run, and for one that only measures. On CUDA it is time of the device."""
@@ -56,11 +58,6 @@ class MicroBatchRecord:
     """Whether this micro-batch was run with everything mitigated, to measure what could not be traced beforehand."""
     num_unmanaged: int = 0
     """Saved tensors of kinds the engine leaves alone (subclasses, sparse tensors): kept, and not counted in bytes."""
-
-    @property
-    def run_ms(self) -> float:
-        """Measured time that `predicted_step_ms` is about: without planning."""
-        return max(self.step_ms - self.plan_ms, 0.0)
 
     @property
     def is_over_limit(self) -> bool:

@@ -135,11 +135,18 @@ class MicroBatch:
             predicted_peak_bytes=self.baseline_bytes + plan.peak_bytes if plan is not None else 0,
             peak_bytes=peak_bytes,
             step_ms=(ended - self.started) * 1e3,
+            run_ms=self._run_seconds(ended) * 1e3,
             predicted_step_ms=self.predicted_seconds * 1e3,
             num_replans=self.num_replans,
             is_profile=plan is None,
             num_unmanaged=self.ledger.num_unmanaged,
         )
+
+    def _run_seconds(self, ended: float) -> float:
+        """Time of forward and backward on the host, planning left out."""
+        if self.stopwatch.num_laps == 2 and self.stopwatch.is_on_host:
+            return self.stopwatch.seconds() - self.replanned_seconds
+        return max(ended - self.started - self.plan_seconds, 0.0)
 
     @property
     def predicted_seconds(self) -> float:

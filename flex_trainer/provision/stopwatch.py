@@ -20,6 +20,11 @@ class Stopwatch:
     def num_laps(self) -> int:
         return len(self._laps)
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it reads the host's time."""
+        return self._device.type != "cuda"
+
     def start(self) -> None:
         """Begin a lap."""
         self._start = self._mark()

@@ -24,6 +24,7 @@ MAXIMUM_FIELDS = (
     "baseline_bytes",
     "predicted_peak_bytes",
     "peak_bytes",
+    "run_ms",
     "predicted_step_ms",
 )
 
@@ -39,7 +40,7 @@ class Timeline:
     group_size: int
     """Micro-batches per group (the last group may be smaller)."""
     columns: dict[str, tuple[float, ...]]
-    """By field of `MicroBatchRecord` (bytes, tokens, ratio, ms), the group's maximum; also `run_ms` (maximum),
+    """By field of `MicroBatchRecord` (bytes, tokens, ratio, ms), the group's maximum; also
     `error_percent` (maximum, 0 where nothing was predicted) and `freed_<strategy>_bytes` (of the micro-batch of the
     group that freed most in all, so that the strategies stacked are what one micro-batch really freed)."""
     is_spike: tuple[bool, ...]
@@ -65,7 +66,6 @@ def make_timeline(records: Sequence[MicroBatchRecord], max_points: int = MAX_POI
         name: tuple(max(getattr(record, name) for record in group) for group in groups) for name in MAXIMUM_FIELDS
     }
     columns["error_percent"] = tuple(max(prediction_error_percents(group), default=0.0) for group in groups)
-    columns["run_ms"] = tuple(max(record.run_ms for record in group) for group in groups)
     most_freed = [max(group, key=lambda record: sum(record.freed_bytes.values())) for group in groups]
     for strategy in STRATEGIES:
         columns[f"freed_{strategy}_bytes"] = tuple(record.freed_bytes.get(strategy, 0) for record in most_freed)
