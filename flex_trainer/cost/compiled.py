@@ -296,7 +296,7 @@ class CompiledSegment:
         values, num = segment.values, structure.num_operators
         num_bytes = np.array([[value.num_bytes for value in values]], dtype=np.float64)
         num_rows = np.array([[value.num_rows for value in values]], dtype=np.float64)
-        seconds = np.array([[operator.seconds for operator in segment.operators]], dtype=np.float64)
+        seconds = rates.recompute_factor * np.array([[one.seconds for one in segment.operators]], dtype=np.float64)
         transients = [*backward_transients(segment), *forward_transients(segment)]
         on_top = np.array([[-np.inf if size is None else size for size in transients]], dtype=np.float64)
         if loads is not None:
@@ -377,6 +377,7 @@ class CompiledSegment:
             backward=heights[:, :num].max(axis=1, initial=0),
             forward=heights[:, num:].max(axis=1, initial=0),
             offloaded=(moved * (codes == OFFLOAD)).sum(axis=1),
+            recompute_seconds=tables.seconds[rows],
             shared=tables.shared[rows],
         )
 
@@ -440,6 +441,7 @@ class Costs:
     backward: np.ndarray
     forward: np.ndarray
     offloaded: np.ndarray
+    recompute_seconds: np.ndarray
     shared: np.ndarray
     """C x number of shared values."""
 
@@ -461,6 +463,7 @@ class Costs:
             backward_bytes=ceil_bytes(self.backward[number]),
             forward_bytes=ceil_bytes(self.forward[number]),
             offloaded_bytes=int(self.offloaded[number]),
+            recompute_seconds=float(self.recompute_seconds[number]),
             shared=frozenset(np.flatnonzero(self.shared[number]).tolist()),
         )
 

@@ -72,9 +72,11 @@ class MicroBatchModel:
         whole = next((operator for operator in segment.operators if operator.site.kind == "layer"), None)
         if segment.layer < 0 or whole is None:
             return kept
+        seconds = self._rates.replay_overhead_seconds + self._rates.recompute_factor * forward_seconds
         return SegmentCost(
             held_bytes=whole.output_bytes,
-            added_seconds=self._rates.replay_overhead_seconds + forward_seconds,
+            added_seconds=seconds,
+            recompute_seconds=seconds,
             backward_bytes=kept.held_bytes - whole.output_bytes + kept.backward_bytes,
             forward_bytes=kept.forward_bytes,
             shared=frozenset(value for operator in segment.operators for value in operator.shared_inputs),

@@ -90,6 +90,11 @@ class Profile:
         structure.learn_pairs(shape, routed_pairs)
         return True
 
+    def forward_seconds(self, shape: BatchShape) -> float:
+        """Forward time of the operators of a micro-batch of this shape; 0 where nothing is known."""
+        structure = self._lookup(shape)[0]
+        return 0.0 if structure is None else structure.forward_seconds(shape)
+
     def observe(self, shape: BatchShape, trace: Trace, routed_pairs: Mapping[str, int]) -> None:
         """Learn sizes and times from one forward, real or symbolic; `routed_pairs`: what each experts block got."""
         before = self.version

@@ -29,6 +29,8 @@ class SegmentCost:
     """The part of the larger of the two that is an estimate: `Rates.transient_factor` is in it."""
     offloaded_bytes: int = 0
     """In the lower tier until backward."""
+    recompute_seconds: float = 0.0
+    """The part of `added_seconds` that recomputation takes."""
     shared: frozenset[int] = frozenset()
     """Values outside of the layers that replays here need: indices into `ActivationGraph.shared_bytes`."""
 

@@ -38,6 +38,10 @@ class Structure:
         self._backward_transients = TransientScaling()
         self._gradient_bytes = np.zeros(len(calls), dtype=np.int64)
         self._seconds_per_unit = np.zeros(len(calls))
+        quadratic = [call.site.kind in _QUADRATIC_KINDS for call in calls]
+        self._is_quadratic = np.array(quadratic, dtype=bool)
+        self._is_leaf = np.ones(len(calls))  # 0.0: made of others
+        self._is_leaf[[call.parent for call in calls if call.parent >= 0]] = 0.0
         self._is_timed = False  # by a real run
         self._has_infinity = np.zeros(len(values), dtype=bool)  # as a mask: kept where others are quantized
         self._samples: list[dict[str, Any]] = []  # sizes that taught something, for the file
@@ -77,6 +81,10 @@ class Structure:
     def longest(self) -> int:
         """The longest sequence seen."""
         return max((length for _, length in self.seen), default=0)
+
+    def forward_seconds(self, shape: BatchShape) -> float:
+        """Forward time of all operators that are not made of others."""
+        return float(self._seconds(shape) @ self._is_leaf)
 
     def is_sure(self, shape: BatchShape) -> bool:
         """Whether sizes at this shape can be told, not only bounded."""
@@ -176,12 +184,10 @@ class Structure:
         if self._cut is None:
             self._cut = Cut(self._calls, self._values)
             kinds = [call.site.kind for call in self._calls]
-            self._is_quadratic = np.array([kind in _QUADRATIC_KINDS for kind in kinds], dtype=bool)
             owners = (kinds[value.owner] if value.owner >= 0 else None for value in self._values)
             self._is_by_experts = np.array([kind is not None and follows(kind) is not None for kind in owners])
         sizes = Sizes(
-            seconds=self._seconds_per_unit
-            * np.where(self._is_quadratic, shape.num_tokens * shape.sequence_length, shape.num_tokens),
+            seconds=self._seconds(shape),
             output_bytes=self._output_scaling.predict(*at),
             forward_transient_bytes=self._forward_transients.predict(shape.num_tokens) if self.is_traced else None,
             backward_transient_bytes=self._backward_transients.predict(shape.num_tokens) if self.is_traced else None,
@@ -191,6 +197,11 @@ class Structure:
             is_routed=self._is_by_experts & ~self._value_scaling.is_constant(),
         )
         return self._cut.graph(sizes)
+
+    def _seconds(self, shape: BatchShape) -> np.ndarray:
+        """Forward time of every call."""
+        num_tokens = shape.num_tokens
+        return self._seconds_per_unit * np.where(self._is_quadratic, num_tokens * shape.sequence_length, num_tokens)
 
     def to_mapping(self) -> dict[str, Any]:
         """Everything learnt, as JSON can hold it."""

@@ -130,6 +130,10 @@ class GraphCosts:
         """Time that a choice for every segment adds to the step."""
         return sum(cost.added_seconds for cost in self._costs(chosen))
 
+    def recompute_seconds(self, chosen: Sequence[Choice]) -> float:
+        """The part of it that recomputation takes."""
+        return sum(cost.recompute_seconds for cost in self._costs(chosen))
+
     def _costs(self, chosen: Sequence[Choice]) -> list[SegmentCost]:
         """By segment."""
         keys = list(zip(self.class_of, chosen, strict=True))

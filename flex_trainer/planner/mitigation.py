@@ -172,6 +172,7 @@ class _Candidate:
             demand_bytes=demand.held_bytes,
             demand_peak_bytes=demand.num_bytes,
             added_seconds=self.added_seconds,
+            recompute_seconds=costs.recompute_seconds(self.choices),
             minimum_bytes=tables.minimum_bytes,
             held_by_layer=tuple(self.timeline.stacked().tolist()),
             fits=self.peak.num_bytes <= available_bytes,

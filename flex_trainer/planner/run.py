@@ -42,7 +42,7 @@ def evaluate_run(
     num = len(segments)
     held, on_top, offloaded = np.zeros(num, np.int64), np.zeros(num, np.int64), np.zeros(num, np.int64)
     users = np.zeros(len(graph.shared_bytes), np.int64)
-    added_seconds = 0.0
+    added_seconds = recompute_seconds = 0.0
     made: dict[int, tuple[CompiledSegment, np.ndarray, int]] = {}
     for (number, choice, share), members in groups.items():
         segment = segments.classes[number]
@@ -54,6 +54,7 @@ def evaluate_run(
         on_top[members] = np.ceil(costs.on_top - 1e-3)
         users[: costs.shared.shape[1]] += costs.shared.sum(axis=0)
         added_seconds += float(costs.seconds.sum())
+        recompute_seconds += float(costs.recompute_seconds.sum())
         made.update({index: (compiled, codes, row) for row, index in enumerate(members)})
     timeline = Timeline.of_sizes(
         held, on_top, offloaded, users, segments, gradients, graph.shared_bytes, rates.in_flight_bytes
@@ -66,5 +67,6 @@ def evaluate_run(
         peak_bytes=peak.num_bytes,
         transient_bytes=int(compiled.transient_bytes(codes)[row]),
         added_seconds=added_seconds,
+        recompute_seconds=recompute_seconds,
         held_by_layer=tuple(timeline.stacked().tolist()),
     )

@@ -61,7 +61,7 @@ class PlanCache:
         self, shape: BatchShape, available_bytes: int, gradients: GradientBytes, expected: Expected = EXPECTED
     ) -> Plan:
         """The plan of a micro-batch of a shape that the profile knows."""
-        state = (self.strategies, self._correction.factor)
+        state = (self.strategies, self._correction.factor, self._offloading.rates())
         if state != self._made_in:
             self._plans.clear()
             self._planners.clear()

@@ -33,7 +33,7 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
     outcomes = [_outcome(segment, index, strategies, regions, replays, rates) for index in range(len(segment.values))]
 
     held_bytes = offloaded_bytes = 0
-    added_seconds = _replay_seconds(segment, replays, rates)
+    added_seconds = recompute_seconds = _replay_seconds(segment, replays, rates)
     for value, outcome in zip(segment.values, outcomes, strict=True):
         held_bytes += outcome.held_bytes
         if outcome.moved is not None:
@@ -48,6 +48,7 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
         forward_bytes=forward.num_bytes,
         transient_bytes=max(backward, forward, key=lambda point: point.num_bytes).transient_bytes,
         offloaded_bytes=offloaded_bytes,
+        recompute_seconds=recompute_seconds,
         shared=frozenset(value for region in replays.live for value in segment.operators[region].shared_inputs),
     )
 
@@ -131,11 +132,12 @@ def _replay_seconds(segment: Segment, replays: _Replays, rates: Rates) -> float:
     seconds = 0.0
     for region in replays.live:
         operator = segment.operators[region]
-        seconds += rates.replay_overhead_seconds + operator.seconds
+        forward_seconds = operator.seconds
         if operator.site.is_block and region not in replays.output_is_needed:
             unpaid = unpaid_operators(segment.operators, region, replays.last_saver[region])
             # Times are measured one by one: those inside may come out longer than the block's.
-            seconds -= min(sum(segment.operators[index].seconds for index in unpaid), operator.seconds)
+            forward_seconds -= min(sum(segment.operators[index].seconds for index in unpaid), operator.seconds)
+        seconds += rates.replay_overhead_seconds + rates.recompute_factor * forward_seconds
     return seconds
 
 

@@ -51,8 +51,9 @@ def assert_equals_the_reference(segment: Segment, draw: random.Random, rates: Ra
         expected = evaluate(segment, {index: CODES[code] for index, code in enumerate(row)}, rates)
         found = costs.one(number)
         assert found.added_seconds == pytest.approx(expected.added_seconds, abs=1e-12)
+        assert found.recompute_seconds == pytest.approx(expected.recompute_seconds, abs=1e-12)
         assert abs(transients[number] - expected.transient_bytes) <= 1  # rounded up from sums in another order
-        same = {"added_seconds": 0.0, "transient_bytes": 0}
+        same = {"added_seconds": 0.0, "recompute_seconds": 0.0, "transient_bytes": 0}
         assert replace(found, **same) == replace(expected, **same)
 
 
@@ -68,7 +69,11 @@ def test_equals_the_scalar_reference(graph: ActivationGraph, seed: int) -> None:
         segment = replace(segment, operators=shared)
         # The second time, the structure and most patterns are known already.
         assert_equals_the_reference(segment, draw, Rates())
-        rates = Rates(smallest_moved_bytes=20_000, transient_factor=draw.choice((0.75, 1.0, 1.5)))
+        rates = Rates(
+            smallest_moved_bytes=20_000,
+            recompute_factor=draw.choice((0.5, 1.0, 2.0)),
+            transient_factor=draw.choice((0.75, 1.0, 1.5)),
+        )
         assert_equals_the_reference(reshaped(segment, draw), draw, rates)
 
 
