@@ -19,7 +19,7 @@ strategies in the order of `CODES`. Heights are 2n: over the operators in backwa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
@@ -46,6 +46,7 @@ EPSILON_SECONDS = 1e-7
 """Added time below which mitigations are equally good to Algorithm 2, which divides by it."""
 _MAX_STRUCTURES = 64
 _MAX_PASSED = 128
+_MAX_QUESTIONS = 8
 _MAX_PATTERNS = 20_000
 """Patterns remembered for one structure; beyond that it starts over."""
 
@@ -77,6 +78,23 @@ class Patterns:
     def joined(self, other: Patterns) -> Patterns:
         """These patterns, then the others."""
         return Patterns(*(np.concatenate(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass
+class Passed:
+    """Choices that earlier plans passed through."""
+
+    choices: dict[bytes, None] = field(default_factory=dict)
+    """The latest last."""
+    least_room_share: float = math.inf
+    """The least room that they were made for, as a share of what keeping everything takes."""
+
+    def add(self, choice: bytes) -> None:
+        """Put a choice in; the oldest one goes where there are too many."""
+        self.choices.pop(choice, None)
+        self.choices[choice] = None
+        if len(self.choices) > _MAX_PASSED:
+            del self.choices[next(iter(self.choices))]
 
 
 @dataclass(frozen=True)
@@ -169,10 +187,7 @@ class SegmentStructure:
         self.pools: dict[tuple[bytes, bool], np.ndarray] = {}
         """Choices that a search in this structure found worth having, by what it was allowed."""
         self._uniform: dict[int, bytes] = {}
-        self.passed: dict[bytes, None] = {}
-        """Choices that earlier plans passed through, the latest last."""
-        self.least_room_share = math.inf
-        """The least room that they were made for, as a share of what keeping everything takes."""
+        self._passed: dict[Hashable, Passed] = {}
         self._rows: dict[bytes, int] = {}
         self._known: Patterns | None = None
 
@@ -210,12 +225,13 @@ class SegmentStructure:
             self._uniform[code] = np.where(self.allows[:, code], code, KEEP).astype(np.uint8).tobytes()
         return self._uniform[code]
 
-    def remember(self, choice: bytes) -> None:
-        """Put a choice into `passed`; the oldest one goes where there are too many."""
-        self.passed.pop(choice, None)
-        self.passed[choice] = None
-        if len(self.passed) > _MAX_PASSED:
-            del self.passed[next(iter(self.passed))]
+    def passed(self, question: Hashable) -> Passed:
+        """What earlier plans passed through that asked the same: with these strategies at these rates."""
+        found = self._passed.pop(question, None) or Passed()
+        self._passed[question] = found
+        if len(self._passed) > _MAX_QUESTIONS:
+            del self._passed[next(iter(self._passed))]
+        return found
 
     def load_factors(self, loads: Sequence[Load]) -> np.ndarray:
         """Loads x n: by what each operator's sizes and times are larger than under an even load."""

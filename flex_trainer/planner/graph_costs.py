@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODE_OF, CompiledSegment, Costs
+from flex_trainer.cost.compiled import CODE_OF, CompiledSegment, Costs, Passed
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.segment_cost import SegmentCost
@@ -37,6 +37,8 @@ class GraphCosts:
         self.classes, self.class_of = self.segments.classes, self.segments.class_of
         self.names = self.segments.positions.names
         self.compiled = [CompiledSegment(segment, rates) for segment in self.classes]
+        # How transients turn out changes which plans fit, not which choices are worth having.
+        self._question = self._allowed, replace(rates, transient_factor=1.0, in_flight_bytes=0)
         self._gradients: dict[object, np.ndarray] = {}
         self._known: dict[tuple[int, Choice], SegmentCost] = {}
         self._rows: dict[tuple[int, Choice], tuple[Costs, int]] = {}  # computed, and not asked for yet
@@ -87,13 +89,18 @@ class GraphCosts:
 
     def fill_pools(self, plans: Sequence[Sequence[Choice]], room_share: float) -> None:
         """Leave the choices that the search for plans passed through, and those of the plans, to later graphs."""
-        for compiled in self.compiled:
-            compiled.structure.least_room_share = min(compiled.structure.least_room_share, room_share)
+        pools = [self.passed(number) for number in range(len(self.classes))]
+        for pool in pools:
+            pool.least_room_share = min(pool.least_room_share, room_share)
         passed: dict[tuple[int, Choice], None] = dict.fromkeys(self._changes)
         for plan in plans:
             passed.update(dict.fromkeys(zip(self.class_of, plan, strict=True)))
         for number, choice in passed:
-            self.compiled[number].structure.remember(choice)
+            pools[number].add(choice)
+
+    def passed(self, number: int) -> Passed:
+        """The pool of a class."""
+        return self.compiled[number].structure.passed(self._question)
 
     def remember(self, number: int, choice: Choice, cost: SegmentCost) -> None:
         """A cost of a class that was computed elsewhere."""

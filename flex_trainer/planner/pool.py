@@ -1,7 +1,8 @@
 """Plans made of choices that are known already: for another length, another room, or the rest of a micro-batch.
 
 Algorithm 2 and the search for optimal choices leave behind, for every structure of a segment, choices that were worth
-looking at (its *pool*). With new sizes all of them are evaluated at once, and the planner only picks:
+looking at with these strategies and at these rates (its *pool*). With new sizes all of them are evaluated at once, and
+the planner only picks:
 
     1. at a price per byte, every class of equal segments takes the choice that costs least in seconds and priced bytes;
        from a low price to a high one, the plans need less and less memory
@@ -58,8 +59,8 @@ class PoolMethod:
     def covers(self, room_share: float) -> bool:
         """Whether every class has a pool that reaches down to this room, as a share of what keeping everything takes.
         Where earlier plans had more room, their choices do not free enough."""
-        structures = [compiled.structure for compiled in self._costs.compiled]
-        return all(one.passed and one.least_room_share <= room_share * _COVERED for one in structures)
+        pools = [self._costs.passed(number) for number in range(len(self._costs.classes))]
+        return all(one.choices and one.least_room_share <= room_share * _COVERED for one in pools)
 
     def choose(
         self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]
@@ -100,10 +101,9 @@ class PoolMethod:
         # Uniform ones first: `_Problem.uniform` knows their places.
         uniform = [np.where(structure.allows[:, code], code, KEEP) for code in (KEEP, *self._codes)]
         codes = np.array(uniform, dtype=np.int64).reshape(len(uniform), n)
-        if with_pool and structure.passed:
-            pool = codes_of(list(structure.passed))
-            pool = pool[np.isin(pool, [KEEP, *self._codes]).all(axis=1)]
-            codes = np.concatenate([codes, pool])
+        passed = self._costs.passed(number).choices
+        if with_pool and passed:
+            codes = np.concatenate([codes, codes_of(list(passed))])
         if marks:
             fixed = np.frombuffer(marks, dtype=np.uint8).astype(np.int64)
             codes = np.where(fixed != _FREE, fixed, codes)

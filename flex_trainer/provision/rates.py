@@ -51,6 +51,11 @@ _FEW = 3
 _CHANGES = ((16, 1.25), (4, 1.5), (2, 2.0))
 """Plans made at other rates are made anew, which takes time: so many micro-batches after the last change, a change by
 such a factor matters."""
+_MOST_PATIENCE = 8
+"""After each change it takes twice as many micro-batches until the next one, up to so many times: rates that go up and
+down do not have plans made anew every few micro-batches."""
+_SUDDEN_CHANGE = 2, 4.0
+"""So large a change is not waited for any longer."""
 _OVERHEAD_CHANGE = 4.0
 """Of recompute, by how much more its overhead has to change than its slope."""
 
@@ -199,6 +204,7 @@ class LearntRates:
         self._offload = LearntCost(probe.offload.overhead_seconds, 1 / probe.offload.bytes_per_second, offload_start)
         self._quantize = LearntCost(0.0, 1.0)
         self._num_since_change = 0
+        self._patience = 1
         self.rates = self._now()
         """As of the last change that mattered. Which plan is the best one depends on what mitigations cost over one
         another: where all get slower alike, as on a machine with other work, plans stay."""
@@ -225,8 +231,10 @@ class LearntRates:
         if self._is_allowed[0]:
             within = abs(math.log(self._recompute.steepness / self._steepness))
             most = max(most, within - math.log(_OVERHEAD_CHANGE))
-        if any(self._num_since_change >= num and most > math.log(change) for num, change in _CHANGES):
+        changes_that_matter = [_SUDDEN_CHANGE, *((num * self._patience, change) for num, change in _CHANGES)]
+        if any(self._num_since_change >= num and most > math.log(change) for num, change in changes_that_matter):
             self.rates, self._factors, self._num_since_change = self._now(), factors, 0
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
             self._steepness = self._recompute.steepness
 
     def added_seconds(self, plan: Plan) -> float:

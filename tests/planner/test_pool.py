@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flex_trainer.cost.compiled import forget_structures
-from flex_trainer.cost.graph import ActivationGraph
-from flex_trainer.cost.roofline import Rates
+from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
+from flex_trainer.cost.roofline import Rates, Roofline
 from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
-from flex_trainer.strategy import Strategy
+from flex_trainer.strategy import Site, Strategy
 from tests.planner.graphs import graphs
 
 RECOMPUTE, OFFLOAD, QUANTIZE = Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE
@@ -73,3 +73,29 @@ def test_known_choices_make_plans_that_fit(
         assert plan.fits == (plan.peak_bytes <= room)
         if MitigationPlanner(graph, allowed, rates, method="bandwidth").plan(room).fits:
             assert plan.fits
+
+
+def chain(layer: int, num: int = 4) -> Segment:
+    """Operators that each save what they take."""
+    kinds = ("norm", "linear", "attention_core", "linear")
+    operators = tuple(
+        Operator(Site(f"l{layer}.o{index}", kinds[index], layer), -1, (index,), 1e-4, 2**20, 2**20)
+        for index in range(num)
+    )
+    values = tuple(Value(index - 1, 2**20, (index,)) for index in range(num))
+    return Segment(layer, operators, (*values, Value(num - 1, 2**20, (-1,))))
+
+
+def test_choices_that_other_rates_made_worth_having_are_not_all_there_is() -> None:
+    """A plan made while copies were slow recomputes; once they are fast, the next one offloads."""
+    forget_structures()
+    graph = ActivationGraph((*map(chain, range(6)), Segment(-1, (), ())))
+    slow, fast = (Rates(offload=Roofline(1e-6, speed), smallest_moved_bytes=0) for speed in (1e6, 1e12))
+    room = MitigationPlanner(graph, (), slow).plan(2**60).demand_peak_bytes * 2 // 3
+    plans = [
+        MitigationPlanner(graph, (RECOMPUTE, OFFLOAD), rates, method="bandwidth", reuses=True).plan(room)
+        for rates in (slow, slow, fast, fast)
+    ]
+    offloads = [OFFLOAD in plan.strategies.values() for plan in plans]
+    assert offloads == [False, False, True, True]
+    assert [plan.fits for plan in plans] == [True] * 4
