@@ -17,6 +17,8 @@ memory is the worst one, wherever it stands in the window.
 | `flex/plan/time_ms`, `flex/plan/step_percent` | planning time of a micro-batch; its share of all time |
 | `flex/plan/replans` | changes of plan after a router, summed |
 | `flex/plan/prediction_error_percent`, `..._mean_percent` | error of the predicted activation bytes, worst and mean |
+| `flex/time/step_ms`, `predicted_step_ms` | forward and backward, measured (without planning) and predicted, means |
+| `flex/time/error_percent`, `error_mean_percent` | error of the predicted time, worst and mean |
 | `flex/spike/count`, `total` | spikes in the window, and in the run |
 | `flex/spike/over_limit_count`, `over_limit_total` | micro-batches with a peak over the limit, the same way |
 | `flex/retries/count`, `flex/retries/total` | optimizer steps taken back and run again, the same way |
@@ -32,7 +34,7 @@ from typing import Any, Protocol
 from flex_trainer.config import STRATEGIES
 from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.reports.ranks import Runtime as RankRuntime
-from flex_trainer.reports.summary import plan_percent, prediction_error_percents
+from flex_trainer.reports.summary import plan_percent, prediction_error_percents, time_error_percents
 
 GIB_BYTES = 2**30
 
@@ -47,7 +49,15 @@ _SUMMED = frozenset(
         "flex/retries/count",
     }
 )
-_AVERAGED = frozenset({"flex/imbalance/mean", "flex/plan/prediction_error_mean_percent"})
+_AVERAGED = frozenset(
+    {
+        "flex/imbalance/mean",
+        "flex/plan/prediction_error_mean_percent",
+        "flex/time/step_ms",
+        "flex/time/predicted_step_ms",
+        "flex/time/error_mean_percent",
+    }
+)
 _RANK_NAMES = {
     "flex/memory/peak_gib": "flex/memory/peak_rank",
     "flex/memory/limit_percent": "flex/memory/limit_percent_rank",
@@ -95,6 +105,13 @@ def flex_logs(
     if errors:  # a window of profiling micro-batches has predicted nothing
         logs["flex/plan/prediction_error_percent"] = max(errors)
         logs["flex/plan/prediction_error_mean_percent"] = sum(errors) / len(errors)
+    logs["flex/time/step_ms"] = sum(record.run_ms for record in records) / len(records)
+    timed = [record for record in records if record.predicted_step_ms > 0]
+    time_errors = time_error_percents(timed)
+    if time_errors:  # nothing is predicted before the first micro-batch has run
+        logs["flex/time/predicted_step_ms"] = sum(record.predicted_step_ms for record in timed) / len(timed)
+        logs["flex/time/error_percent"] = max(time_errors)
+        logs["flex/time/error_mean_percent"] = sum(time_errors) / len(time_errors)
     logs["flex/spike/count"] = sum(record.is_spike for record in records)
     logs["flex/spike/over_limit_count"] = sum(record.is_over_limit for record in records)
     logs["flex/retries/count"] = len(retries)

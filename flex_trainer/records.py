@@ -54,6 +54,11 @@ class MicroBatchRecord:
     step_ms: float = 0.0
     """Time of this micro-batch from forward to the end of backward, less the time in which it waited while others ran.
     """
+    run_ms: float = 0.0
+    """The same without planning and without what lies between both passes: what `predicted_step_ms` is about."""
+    predicted_step_ms: float = 0.0
+    """Predicted time of forward and backward under the plan, without planning. 0 where nothing was predicted: before
+    the first micro-batch has run, and for one that only measures. On CUDA it is time of the device."""
     num_replans: int = 0
     """How often the plan was changed after a router."""
     is_profile: bool = False
@@ -81,6 +86,14 @@ class MicroBatchRecord:
         if self.is_profile or self.actual_bytes <= 0:
             return None
         return 100 * abs(self.predicted_bytes - self.actual_bytes) / self.actual_bytes
+
+    @property
+    def time_error_percent(self) -> float | None:
+        """`100 x |predicted - measured| / measured` of the time of forward and backward, without planning. None where
+        nothing was predicted."""
+        if self.predicted_step_ms <= 0 or self.run_ms <= 0:
+            return None
+        return 100 * abs(self.predicted_step_ms - self.run_ms) / self.run_ms
 
 
 MAX_RECORDS = 4096

@@ -371,6 +371,7 @@ class FlexRuntime(RunView):
             micro_batch.plan_seconds += looked_up_seconds
             self._flight.add(micro_batch)
         self._engine_place.at = Place("forward", OUTSIDE)
+        micro_batch.begin_forward()
         return micro_batch
 
     def _next_number(self, part: ModelPart) -> int:

@@ -27,6 +27,8 @@ MAXIMUM_FIELDS = (
     "baseline_bytes",
     "predicted_peak_bytes",
     "peak_bytes",
+    "run_ms",
+    "predicted_step_ms",
 )
 
 
@@ -128,6 +130,9 @@ class Totals:
     num_errors: int = 0
     """Micro-batches that have predicted something, and the sum of their errors."""
     error_percents: float = 0.0
+    num_time_errors: int = 0
+    """The same of times."""
+    time_error_percents: float = 0.0
     num_noteworthy: int = 0
     """Spikes, and micro-batches over the limit."""
     noteworthy: list[MicroBatchRecord] = field(default_factory=list)
@@ -162,6 +167,10 @@ class Totals:
         if error is not None:
             self.num_errors += 1
             self.error_percents += error
+        time_error = record.time_error_percent
+        if time_error is not None:
+            self.num_time_errors += 1
+            self.time_error_percents += time_error
         if record.is_spike or record.is_over_limit:
             self._note(record)
         self.points.add(record)
@@ -177,6 +186,10 @@ class Totals:
     @property
     def mean_error_percent(self) -> float | None:
         return self.error_percents / self.num_errors if self.num_errors else None
+
+    @property
+    def mean_time_error_percent(self) -> float | None:
+        return self.time_error_percents / self.num_time_errors if self.num_time_errors else None
 
     def copy(self) -> Totals:
         other = Totals(**{name: getattr(self, name) for name in self.__dataclass_fields__})

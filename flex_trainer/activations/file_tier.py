@@ -10,13 +10,16 @@ import errno
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from flex_trainer.activations.ledger import CopyTime
 from flex_trainer.errors import UserError
 from flex_trainer.units import format_bytes
 
@@ -26,7 +29,7 @@ _ALIGNMENT_BYTES = 4096
 class _Job:
     """A copy on its way, as a future."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[CopyTime]) -> None:
         self._future = future
 
     def is_done(self) -> bool:
@@ -37,6 +40,10 @@ class _Job:
 
     def release(self) -> None:
         self.wait()
+
+    def time(self) -> CopyTime | None:
+        is_made = self._future.done() and self._future.exception() is None
+        return self._future.result() if is_made else None
 
 
 class FileTier:
@@ -67,10 +74,10 @@ class FileTier:
 
     def write(self, source: torch.Tensor) -> tuple[tuple[int, int], _Job]:
         place = self._allocate(source.numel())
-        return place, _Job(self._workers.submit(self._write, place[0], source))
+        return place, _Job(self._workers.submit(_timed, self._write, place[0], source))
 
     def read(self, place: tuple[int, int], target: torch.Tensor) -> _Job:
-        return _Job(self._workers.submit(self._read, place[0], target))
+        return _Job(self._workers.submit(_timed, self._read, place[0], target))
 
     def free(self, place: tuple[int, int]) -> None:
         self._freed.append(place)
@@ -119,3 +126,10 @@ class FileTier:
             if num_read == 0:
                 raise OSError(errno.EIO, "the offload file is shorter than what was written to it")
             view, offset = view[num_read:], offset + num_read
+
+
+def _timed(copy: Callable[[int, torch.Tensor], None], offset: int, memory: torch.Tensor) -> CopyTime:
+    start, start_on_core = time.perf_counter(), time.thread_time()
+    copy(offset, memory)
+    core_seconds = time.thread_time() - start_on_core
+    return CopyTime(memory.numel(), time.perf_counter() - start, core_seconds)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.ledger import CopyTime, Ledger
 from flex_trainer.activations.values import alive
 
 MAX_IN_FLIGHT_BYTES = 64 * 2**20
@@ -42,6 +42,10 @@ class Copy(Protocol):
         Raises:
             OSError: the copy could not be made.
         """
+        ...
+
+    def time(self) -> CopyTime | None:
+        """What the copy took; None where it has not ended, or where the tier cannot tell."""
         ...
 
 
@@ -216,7 +220,9 @@ class OffloadedValue:
                 return True
             if not is_forced and not self._write.is_done():
                 return False
-            error = _end(self._write)
+            with self._ledger.waiting():
+                error = _end(self._write)
+            self._note_time(self._write)
             self._write = None
             if error is not None:
                 # The source is still here: nothing is lost, the value is simply kept (and counted as held).
@@ -225,6 +231,7 @@ class OffloadedValue:
             self._source = None
             self._ledger.release(self.num_bytes)
             self._ledger.freed("offload", self.num_bytes)
+            self._ledger.num_offloaded += 1
             return True
 
     def start_read(self) -> None:
@@ -252,8 +259,16 @@ class OffloadedValue:
                 return self._source
             self.start_read()  # had its copy not ended before, it may have now
             assert self._read is not None and self._value is not None
-            self._read.wait()  # every time: another reader may be on another stream
+            with self._ledger.waiting():
+                self._read.wait()  # every time: another reader may be on another stream
+            if is_first:
+                self._note_time(self._read)
             return self._value
+
+    def _note_time(self, copy: Copy) -> None:
+        took = copy.time()
+        if took is not None:
+            self._ledger.copies.append(took)
 
     def __del__(self) -> None:
         # The place may be given to another value only when no copy uses it any more; a copy that failed has ended too.

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from flex_trainer.activations.copy_streams import CopyStreams
+from flex_trainer.activations.ledger import CopyTime
 from flex_trainer.units import format_bytes
 
 _TRIM_INTERVAL = 64
@@ -86,6 +87,9 @@ class _Write:
             # Of no effect, unless the source was allocated on another stream than the one that computes.
             self._streams.keep_for(source, self._home)
 
+    def time(self) -> CopyTime | None:
+        return None  # what copies beside compute cost is learnt from the step's time
+
 
 class _Read:
     """A copy up."""
@@ -112,6 +116,9 @@ class _Read:
         if not self._is_home_behind:
             self._home.wait_event(self._event)
             self._is_home_behind = True
+
+    def time(self) -> CopyTime | None:
+        return None
 
 
 class PinnedTier:

@@ -101,7 +101,8 @@ class Slot:
     def read(self) -> torch.Tensor:
         if self.value is None:
             assert self.region is not None
-            self.region.replay()
+            with self._ledger.recomputing():
+                self.region.replay()
         assert self.value is not None, "a replay fills every live slot"
         return self.value
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from flex_trainer.bench.peers import PeerUnavailableError, enable
 from flex_trainer.config import FlexConfig
 from flex_trainer.data.stdlib import stdlib_documents
 from flex_trainer.memory.enforce import enforce_process_limit, return_freed_memory
@@ -55,7 +57,13 @@ class ExactLosses:
 
 
 class PlainTrainer(ExactLosses, Trainer):
-    """transformers' Trainer, with exact losses."""
+    """transformers' Trainer, with exact losses; its steps run inside of `around`."""
+
+    around: AbstractContextManager[Any] = nullcontext()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.around:
+            return super().training_step(*args, **kwargs)
 
 
 class ManagedTrainer(ExactLosses, FlexTrainer):
@@ -63,15 +71,17 @@ class ManagedTrainer(ExactLosses, FlexTrainer):
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of every optimizer step."""
+    """Seconds of every optimizer step: of the clock, and of all cores (less disturbed by other processes)."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.core_seconds: list[float] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start = time.perf_counter()
+        self._start, self._start_on_cores = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.core_seconds.append(time.process_time() - self._start_on_cores)
         self.seconds.append(time.perf_counter() - self._start)
 
 
@@ -89,7 +99,7 @@ def train(
     """Train one step per entry of `lengths` and say what happened.
 
     Args:
-        side: "plain", "checkpoint" (gradient checkpointing) or "flex".
+        side: "flex", or one of `PEERS`. One that cannot run here answers with nothing but "unavailable": why.
         limit_bytes: FlexTrainer's memory limit; None: "auto".
         enforce_bytes: a real cap on the process, set once the model is built.
     """
@@ -112,9 +122,14 @@ def train(
         use_cpu=True,  # peaks and caps are those of the process
         disable_tqdm=True,
         train_sampling_strategy="sequential",
-        gradient_checkpointing=side == "checkpoint",
     )
     dataset = ByteText([length for length in lengths for _ in range(batch_size)])
+    around: AbstractContextManager[Any] = nullcontext()
+    if side != "flex":
+        try:
+            around = enable(side, model)
+        except PeerUnavailableError as error:
+            return {"unavailable": str(error)}
     trainer: PlainTrainer | ManagedTrainer
     if side == "flex":
         flex = FlexConfig(
@@ -124,12 +139,14 @@ def train(
         trainer = ManagedTrainer(model=model, args=args, train_dataset=dataset, callbacks=[times], flex=flex)
     else:
         trainer = PlainTrainer(model=model, args=args, train_dataset=dataset, callbacks=[times])
+        trainer.around = around
     if enforce_bytes is not None:
         enforce_process_limit(enforce_bytes)
     trainer.train()
     result: dict[str, Any] = {
         "losses": trainer.exact_losses,
         "seconds": times.seconds,
+        "core_seconds": times.core_seconds,
         "peak_bytes": process_memory().peak_rss_bytes,
     }
     if isinstance(trainer, ManagedTrainer):

@@ -1,6 +1,6 @@
 """The exact optimum of a mitigation problem, as a mixed-integer linear programme for scipy's HiGHS.
 
-It decides operator by operator, with the rules of `cost/evaluate.py` and the timeline of `cost/timeline.py`, and knows
+It decides operator by operator, on the tables of `cost/compiled.py` and the timeline of `cost/timeline.py`, and knows
 nothing of the planner's choices: what the planner finds is compared with it. It is slow, so only benchmarks and tests
 use it.
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flex_trainer.cost.evaluate import backward_transients, forward_transients, unpaid_operators
-from flex_trainer.cost.graph import ActivationGraph, Operator, Segment
+from flex_trainer.cost.compiled import CODE_OF, CODES, OFFLOAD, QUANTIZE, RECOMPUTE, CompiledSegment
+from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.timeline import GradientBytes, with_gradients
 from flex_trainer.errors import UserError
@@ -100,7 +100,7 @@ class _Model:
         self.graph, self.allowed, self.rates = graph, allowed, rates
         self.limit_bytes = max(available_bytes, 1)
         self.programme = _Programme()
-        self.choices: dict[tuple[int, int], dict[Strategy, int]] = {}
+        self.choices: dict[tuple[int, int], dict[int, int]] = {}
         self.shared = [self.programme.variable() for _ in graph.shared_bytes]
         parts = [_SegmentPart(self, number, segment) for number, segment in enumerate(graph.segments)]
         self._peaks(parts, gradients or GradientBytes(), available_bytes)
@@ -170,9 +170,9 @@ class _Model:
         if result.x is None:
             return Optimum(None, bound_seconds, False, {})
         strategies = {
-            self.graph.segments[segment].operators[operator].site.name: strategy
+            self.graph.segments[segment].operators[operator].site.name: CODES[code]
             for (segment, operator), codes in self.choices.items()
-            for strategy, variable in codes.items()
+            for code, variable in codes.items()
             if result.x[variable] > 0.5
         }
         return Optimum(float(result.fun) * scale, bound_seconds, result.status == 0, strategies)
@@ -182,131 +182,100 @@ class _SegmentPart:
     """One segment in the programme."""
 
     def __init__(self, model: _Model, number: int, segment: Segment) -> None:
-        self.model, self.segment, self.programme = model, segment, model.programme
-        operators = segment.operators
+        self.model, self.programme = model, model.programme
+        self.compiled = CompiledSegment(segment, model.rates)
+        self.structure = self.compiled.structure
         self.held: _Terms = {}
-        self.points: list[list[tuple[_Terms, float]]] = []
-        """What is there of this segment at each of its operators, in backward and in forward."""
         self.offloaded: _Terms = {}
-        self.does: list[dict[Strategy, int]] = []
-        self.around = [list(_self_and_enclosing(operators, index)) for index in range(len(operators))]
-        for index, operator in enumerate(operators):
-            may = [strategy for strategy in model.allowed if operator.site.allows(strategy)]
-            codes = {strategy: self.programme.variable(is_binary=True) for strategy in may}
+        self.does: list[dict[int, int]] = []
+        """By operator: the variable of each code."""
+        for index in range(self.structure.num_operators):
+            may = [CODE_OF[one] for one in model.allowed if self.structure.allows[index, CODE_OF[one]]]
+            codes = {code: self.programme.variable(is_binary=True) for code in may}
             self.does.append(codes)
             model.choices[number, index] = codes
             self.programme.at_most_zero((dict.fromkeys(codes.values(), 1.0), 1.0), ({-1: -1.0}, 1.0))
-        for index in range(len(operators)):
-            for outer in self.around[index][1:]:  # inside of a recomputed block, nothing else is decided
-                recompute = self.does[outer].get(Strategy.RECOMPUTE)
-                if recompute is not None and self.does[index]:
+        for index, codes in enumerate(self.does):
+            for outer in np.flatnonzero(self.structure.inside[:, index]):
+                recompute = self.does[outer].get(RECOMPUTE)  # inside of a recomputed block, nothing else is decided
+                if recompute is not None and codes:
                     self.programme.at_most_zero(
-                        (dict.fromkeys(self.does[index].values(), 1.0), 1.0), ({recompute: 1.0, -1: -1.0}, 1.0)
+                        (dict.fromkeys(codes.values(), 1.0), 1.0), ({recompute: 1.0, -1: -1.0}, 1.0)
                     )
-        self.needed = [self._needed(index) for index in range(len(segment.values))]
-        self.output_is_needed: dict[int, int] = {}
+        self.needed = [self.programme.variable() for _ in range(self.structure.num_values)]
+        """Something outside of the region that makes the value saves it, or takes it in a replay."""
+        for pair, (value, _) in enumerate(self.structure.pairs):
+            both = np.flatnonzero(self.structure.pair_regions[:, pair])
+            self.programme.at_least(self.needed[value], ({-1: 1.0}, 1.0), (self._is_region(both), -1.0))
         self._replays()
-        self._bytes()
+        self.points: list[list[tuple[_Terms, float]]] = self._bytes()
+        """What is there of this segment at each of its operators, in backward and in forward."""
 
     def _is_region(self, operators: Iterable[int]) -> _Terms:
         """1 if one of the operators is the region, that is, recomputed."""
-        found = (self.does[index].get(Strategy.RECOMPUTE) for index in operators)
+        found = (self.does[index].get(RECOMPUTE) for index in operators)
         return {variable: 1.0 for variable in found if variable is not None}
 
-    def _needed(self, index: int) -> int:
-        """Somebody outside of the region that makes the value saves it. (That a replay takes it is added later.)"""
-        value, needed = self.segment.values[index], self.programme.variable()
-        for saver in value.savers:
-            both = set(self.around[saver]) & set(self.around[value.owner]) if min(saver, value.owner) >= 0 else set()
-            self.programme.at_least(needed, ({-1: 1.0}, 1.0), (self._is_region(both), -1.0))
-        return needed
-
     def _replays(self) -> None:
-        programme, rates, operators = self.programme, self.model.rates, self.segment.operators
-        for index, operator in enumerate(operators):
-            recompute = self.does[index].get(Strategy.RECOMPUTE)
+        programme, structure, compiled = self.programme, self.structure, self.compiled
+        for index, codes in enumerate(self.does):
+            recompute = codes.get(RECOMPUTE)
             if recompute is None:
                 continue
-            made = [i for i, value in enumerate(self.segment.values) if self._is_inside(value.owner, index)]
-            savers = [saver for i in made for saver in self.segment.values[i].savers if self._is_inside(saver, index)]
             output, live = programme.variable(), programme.variable()
-            self.output_is_needed[index] = output
-            for value in made:
+            for value in structure.owned[index]:
                 programme.at_least(output, ({self.needed[value]: 1.0, recompute: 1.0, -1: -1.0}, 1.0))
             programme.at_least(live, ({output: 1.0}, 1.0))
-            unpaid = 0.0
-            if savers:
+            if structure.saves_inside[index]:
                 programme.at_least(live, ({recompute: 1.0}, 1.0))
-                if operator.site.is_block:
-                    unpaid = sum(operators[i].seconds for i in unpaid_operators(operators, index, max(savers)))
-            unpaid = min(unpaid, operator.seconds)
-            programme.cost[live] += rates.replay_overhead_seconds + operator.seconds - unpaid
+            unpaid = float(compiled.unpaid_seconds[0, index])
+            programme.cost[live] += float(compiled.replay_seconds[0, index]) - unpaid
             programme.cost[output] += unpaid
-            for value in operator.inputs:
+            for value in structure.inputs[index]:
                 programme.at_least(self.needed[value], ({live: 1.0}, 1.0))
-            for value in operator.shared_inputs:
+            for value in structure.shared_inputs[index]:
                 programme.at_least(self.model.shared[value], ({live: 1.0}, 1.0))
 
-    def _is_inside(self, operator: int, block: int) -> bool:
-        return operator >= 0 and block in self.around[operator]
+    def _bytes(self) -> list[list[tuple[_Terms, float]]]:
+        programme, model, structure, compiled = self.programme, self.model, self.structure, self.compiled
+        factor = model.rates.transient_factor
+        points = [[({-1: model.scaled(size)}, 1.0)] for size in compiled.on_top[0].tolist()]
 
-    def _bytes(self) -> None:
-        programme, model = self.programme, self.model
-        uses, factor = self.segment.uses, model.rates.transient_factor
-        backward = [
-            [({-1: model.scaled(size)}, factor)] if size is not None else None
-            for size in backward_transients(self.segment)
-        ]
-        forward = [[({-1: model.scaled(size)}, factor)] for size in forward_transients(self.segment)]
-        for index, value in enumerate(self.segment.values):
-            size, needed = model.scaled(value.num_bytes), self.needed[index]
-            enclosing = self.around[value.owner] if value.owner >= 0 else []
+        def there(when: np.ndarray, terms: _Terms, times: float) -> None:
+            for point in np.flatnonzero(when):
+                points[point].append((terms, times))
+
+        for index, needed in enumerate(self.needed):
+            size, owner = model.scaled(float(compiled.bytes[0, index])), int(structure.owner[index])
+            enclosing = np.flatnonzero(structure.encloses[:, owner]) if owner >= 0 else []
             stays = programme.variable()  # needed, and not dropped
             programme.at_least(stays, ({needed: 1.0}, 1.0), (self._is_region(enclosing), -1.0))
             held = programme.variable(upper=size)
             kept: list[tuple[_Terms, float]] = [({stays: size}, 1.0)]
-            moves = self.does[value.owner] if value.owner >= 0 else {}
-            for strategy, variable in moves.items():
-                if not model.rates.moves(strategy, value):
+            for way, code in enumerate((OFFLOAD, QUANTIZE)):
+                variable = self.does[owner].get(code) if owner >= 0 else None
+                if variable is None or not compiled.is_moved[way][0, index]:
                     continue
-                left = model.scaled(model.rates.left_bytes(strategy, value))
-                kept.append(({variable: left - size}, 1.0))
+                kept.append(({variable: -model.scaled(float(compiled.freed[way][0, index]))}, 1.0))
                 moved = programme.variable()
                 programme.at_least(moved, ({stays: 1.0, variable: 1.0, -1: -1.0}, 1.0))
-                programme.cost[moved] += model.rates.moved(strategy, value.num_bytes)
-                last = uses.last[index]
-                self._there(backward, min(uses.first[index], last), last, {moved: size}, factor)
-                self._there(forward, value.owner, uses.last_forward[index], {moved: size}, factor)
-                if strategy is Strategy.OFFLOAD:
+                programme.cost[moved] += float(compiled.moved_seconds[way][0, index])
+                there(structure.there_moved[index], {moved: size}, factor)
+                if code == OFFLOAD:
                     self.offloaded[moved] = size
             programme.at_least(held, *kept)
             self.held[held] = 1.0
-            self._there(backward, uses.first[index], len(backward) - 1, {held: 1.0}, 1.0)
-            self._there(forward, value.owner, len(forward) - 1, {held: 1.0}, 1.0)
-            for region in enclosing:
-                recompute = self.does[region].get(Strategy.RECOMPUTE)
+            there(1 - structure.gone[index], {held: 1.0}, 1.0)
+            for level, regions in enumerate(structure.levels):
+                recompute = self.does[regions[index]].get(RECOMPUTE) if regions[index] >= 0 else None
                 if recompute is None:
                     continue
                 comes_back = programme.variable()
-                if value.savers:
+                if structure.is_saved[index]:
                     programme.at_least(comes_back, ({recompute: 1.0}, 1.0))
                 else:
                     programme.at_least(comes_back, ({needed: 1.0, recompute: 1.0, -1: -1.0}, 1.0))
-                since = uses.replay_at[region]
-                self._there(backward, min(uses.first[index], since), since, {comes_back: size}, factor)
-                self._there(forward, value.owner, uses.last_forward[index], {comes_back: size}, factor)
-        self.points = [point for point in (*backward, *forward) if point is not None]
-
-    def _there(
-        self, points: Sequence[list[tuple[_Terms, float]] | None], first: int, last: int, terms: _Terms, factor: float
-    ) -> None:
-        """The terms count from one operator to another, both included."""
-        for point in points[max(first, 0) : last + 1]:
-            if point is not None:
-                point.append((terms, factor))
-
-
-def _self_and_enclosing(operators: tuple[Operator, ...], index: int) -> Iterable[int]:
-    while index >= 0:
-        yield index
-        index = operators[index].parent
+                when = structure.there_replayed[level * structure.num_values + index]
+                there(when, {comes_back: size}, factor)
+        is_known = np.isfinite(compiled.on_top[0])
+        return [point for point, known in zip(points, is_known, strict=True) if known]

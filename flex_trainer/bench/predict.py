@@ -2,6 +2,7 @@
 
 requirement 1   saved bytes: mean and worst error over families, shapes, dtypes and strategies, and for the routed
                 part over rows from none to all of a group's; the process's peak: mean and worst error
+times           time of a planned micro-batch, and the plan's time against that of other ways under its limit (times.py)
 plan            time and memory of `flex-trainer plan` for the largest shipped recipes
 """
 
@@ -24,6 +25,8 @@ from flex_trainer.bench.saved_bytes import (
     compare_routed,
 )
 from flex_trainer.bench.shapes import FEW_BIG_EXPERTS, LONG, REFERENCE, BenchShape, quick
+from flex_trainer.bench.times import BOUNDS as TIME_BOUNDS
+from flex_trainer.bench.times import time_figures
 from flex_trainer.provision.device_books import MemoryLimitError
 from flex_trainer.testing.processes import run_in_subprocess
 
@@ -63,6 +66,9 @@ def measure(is_quick: bool) -> tuple[dict[str, Any], dict[str, float], dict[str,
     figures |= {f"{key}_worst_error_percent": max(found) for key, found in errors.items()}
     figures["num_peaks"] = len(errors["peak"])
     bounds, meets = dict(BOUNDS), {"1": all(figures[key] <= bound for key, bound in BOUNDS.items())}
+    figures |= time_figures(is_quick, console)
+    bounds |= TIME_BOUNDS
+    meets["times"] = all(figures[key] <= bound for key, bound in TIME_BOUNDS.items())
     if not is_quick:
         console.print("plans of the largest recipes", highlight=False)
         plans = estimate_figures()

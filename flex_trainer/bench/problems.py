@@ -19,7 +19,6 @@ from flex_trainer.cost.roofline import Rates
 from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
-from flex_trainer.planner.classes import classes_of
 from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
@@ -84,12 +83,7 @@ def deeper(graph: ActivationGraph, num_layers: int, factor: int = 1) -> Activati
 
 def _with_equal_times(graph: ActivationGraph) -> ActivationGraph:
     """The graph as it is planned: every segment with the mean times of its class."""
-    classes = classes_of(graph.segments)
-    equal = []
-    for number, segment in zip(classes.of, graph.segments, strict=True):
-        pairs = zip(segment.operators, classes.segments[number].operators, strict=True)
-        equal.append(replace(segment, operators=tuple(replace(own, seconds=mean.seconds) for own, mean in pairs)))
-    return replace(graph, segments=tuple(equal))
+    return replace(graph, segments=tuple(graph.repeated))
 
 
 def _record(family: str, batch_size: int, length: int) -> ActivationGraph:

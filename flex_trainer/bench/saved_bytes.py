@@ -14,7 +14,6 @@ from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.scope import Scope
-from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
@@ -24,6 +23,7 @@ from flex_trainer.models.discovery import ModelMap, Operator, discover, find_exp
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.symbolic.forward import SymbolicModel
+from flex_trainer.testing.cost_rules import evaluate
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 
 FAMILIES = (

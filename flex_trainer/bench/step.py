@@ -5,6 +5,8 @@
     requirement 3   step time with ample memory: against plain
     requirement 4   300 micro-batches of 1x to 8x the shortest length: peak against limit
     requirement 5   planning time against step time
+    peers           what people would pick instead (bench/peers.py), in the same turns: peak and time of each in one
+                    table, losses equal to the plain run's
 
 All sides run in turns, each in a fresh process (its own peak, its own cap); times are medians over all rounds, without
 the first steps of each process. Deterministic algorithms are on for all sides, so that losses compare bit by bit.
@@ -18,9 +20,11 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from flex_trainer.bench.child import varied_lengths
-from flex_trainer.bench.shapes import FEW_BIG_EXPERTS, LONG, REFERENCE, BenchShape, quick
+from flex_trainer.bench.peers import PEERS
+from flex_trainer.bench.shapes import FEW_BIG_EXPERTS, LONG, REFERENCE, UNEQUAL_HEADS, BenchShape, quick
 from flex_trainer.testing.processes import SubprocessResult, run_in_subprocess
 
 BOUNDS = {
@@ -44,12 +48,12 @@ _DIED: dict[str, Any] = {"losses": [], "seconds": [], "peak_bytes": 0, "records"
 def measure(is_quick: bool) -> tuple[dict[str, Any], dict[str, float], dict[str, bool]]:
     """Figures, bounds and met requirements."""
     console = Console(stderr=True)
-    shapes = [REFERENCE, LONG, FEW_BIG_EXPERTS]
+    shapes = [REFERENCE, UNEQUAL_HEADS, LONG, FEW_BIG_EXPERTS]
     if is_quick:
         shapes = [quick(REFERENCE)]
     figures: dict[str, Any] = {}
     for number, shape in enumerate(shapes):
-        num_rounds = 3 if number == 0 and not is_quick else 1
+        num_rounds = 3 if number < 2 and not is_quick else 1
         compared = _compare(shape, num_rounds, console)
         figures |= {f"{shape.name}/{key}": value for key, value in compared.items()}
         # What comes next takes long, and may fail.
@@ -72,6 +76,7 @@ def _meets(figures: dict[str, Any], name: str) -> dict[str, bool]:
         and figures["varied/num_over_limit"] == 0
         and figures["varied/peak_vs_limit"] <= BOUNDS["peak_vs_limit"]
         and figures["varied/use_of_limit_under_demand"] >= BOUNDS["use_of_limit_under_demand"],
+        "peers": all(value for key, value in figures.items() if key.endswith("_losses_are_equal")),
         "5": figure("flex_finishes_at_cap")
         and figure("plan_share") < BOUNDS["plan_share"]
         and figures["varied/plan_share"] < BOUNDS["plan_share"],
@@ -81,12 +86,9 @@ def _meets(figures: dict[str, Any], name: str) -> dict[str, bool]:
 def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, Any]:
     """Requirements 1, 2, 3 and 5 for one shape."""
     lengths = [shape.sequence_length] * (WARM_UP_STEPS + TIMED_STEPS)
-    runs: dict[str, list[dict[str, Any]]] = {"plain": [], "checkpoint": [], "cap": [], "ample": []}
-    options: dict[str, dict[str, Any]] = {
-        "plain": {"side": "plain"},
-        "checkpoint": {"side": "checkpoint"},
-        "ample": {"side": "flex"},
-    }
+    # Plain and checkpointing come first: in the first round their peaks set the cap.
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("plain", "checkpoint", "cap", "ample", *PEERS[2:])}
+    options: dict[str, dict[str, Any]] = {**{name: {"side": name} for name in PEERS}, "ample": {"side": "flex"}}
     for number in range(num_rounds):
         for name in runs:
             if name == "cap" and number == 0:
@@ -99,16 +101,16 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
             if name != "cap":  # whether FlexTrainer survives its cap is a figure, not a failure of the benchmark
                 _refuse_failure(result, f"{shape.name}, {name}")
             runs[name].append(result.value or _DIED)
+            if "unavailable" in runs[name][-1]:
+                console.print(f"{name}: {runs[name][-1]['unavailable']}", highlight=False)
     console.print(f"{shape.name}: plain, and each strategy alone, under {cap_bytes / 2**20:.0f} MiB", highlight=False)
     dead = _try(shape, lengths, side="plain", enforce_bytes=cap_bytes)
     alone = [
         _try(shape, lengths[:WARM_UP_STEPS], **options["cap"], strategies=[name]).value or _DIED
         for name in ("recompute", "offload")
     ]
-    step = {
-        name: statistics.median([seconds for run in done for seconds in run["seconds"][WARM_UP_STEPS:]] or [math.inf])
-        for name, done in runs.items()
-    }
+    core = {name: _median_seconds(done, "core_seconds") for name, done in runs.items()}
+    step = {name: _median_seconds(done) for name, done in runs.items()}
     records = [record for run in runs["cap"] for record in run["records"]]
     planned = [record for record in records if not record["is_profile"]]
     losses = runs["plain"][0]["losses"]
@@ -122,11 +124,15 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
         "losses_are_bit_equal": all(run["losses"] == losses for run in runs["cap"])
         and all(run["losses"] == losses[:WARM_UP_STEPS] for run in alone),
         "ample_losses_are_bit_equal": all(run["losses"] == losses for run in runs["ample"]),
-        **{f"{name}_step_s": value for name, value in step.items()},
+        **{f"{name}_step_s": step[name] for name in ("plain", "checkpoint", "cap", "ample")},
+        **_peer_figures(runs, losses, console, shape.name),
         "cap_vs_checkpoint_step_ratio": step["cap"] / step["checkpoint"],
         "cap_vs_plain_step_ratio": step["cap"] / step["plain"],
         "ample_vs_plain_step_ratio": step["ample"] / step["plain"],
         "plain_vs_checkpoint_step_ratio": step["plain"] / step["checkpoint"],
+        # Of all cores, not of the clock: what a machine with other work still tells.
+        "cap_vs_checkpoint_core_ratio": core["cap"] / core["checkpoint"],
+        "ample_vs_plain_core_ratio": core["ample"] / core["plain"],
         **{
             f"freed_{strategy}_mib": max((r["freed_bytes"][strategy] for r in planned), default=0) / 2**20
             for strategy in ("recompute", "offload")
@@ -134,6 +140,31 @@ def _compare(shape: BenchShape, num_rounds: int, console: Console) -> dict[str, 
         "prediction_error_percent": _prediction_error_percent(records),
         "plan_share": _plan_share(records),
     }
+
+
+def _median_seconds(runs: list[dict[str, Any]], clock: str = "seconds") -> float:
+    return statistics.median([seconds for run in runs for seconds in run.get(clock, ())[WARM_UP_STEPS:]] or [math.inf])
+
+
+def _peer_figures(
+    runs: dict[str, list[dict[str, Any]]], losses: list[float], console: Console, title: str
+) -> dict[str, Any]:
+    """Peak and time of all ways side by side: printed as a table, and as figures. One that cannot run here says why."""
+    table = Table("way", "peak MiB", "step s", "step / plain", title=title, title_justify="left")
+    plain_seconds = _median_seconds(runs["plain"])
+    figures: dict[str, Any] = {}
+    for name, done in runs.items():
+        if "unavailable" in done[0]:
+            figures[f"peer_{name}"] = done[0]["unavailable"]
+            table.add_row(name, "", "", done[0]["unavailable"])
+            continue
+        peak_mib, seconds = max(run["peak_bytes"] for run in done) / 2**20, _median_seconds(done)
+        table.add_row(name, f"{peak_mib:,.0f}", f"{seconds:.3f}", f"{seconds / plain_seconds:.3f}")
+        if name in PEERS:
+            figures[f"peer_{name}_peak_mib"], figures[f"peer_{name}_step_s"] = peak_mib, seconds
+            figures[f"peer_{name}_losses_are_equal"] = all(run["losses"] == losses for run in done)
+    console.print(table)
+    return figures
 
 
 def _vary(shape: BenchShape, num_micro_batches: int, console: Console) -> dict[str, Any]:

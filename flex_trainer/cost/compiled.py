@@ -1,9 +1,16 @@
-"""What many choices cost at once: `evaluate` for arrays of choices, with the same rules and the same results.
+"""What choices of strategies cost in one segment: bytes held, seconds added, bytes on top in forward and backward.
+
+This is where the cost rules stand. They are those of the engine (activations/scope.py), applied to data instead of
+tensors:
+- a value is governed by the operator that made it;
+- a recomputed operator or block drops what it made and holds its inputs instead, if anything of it is needed at all;
+- what one recomputed operator needs from another is recovered by a chain of recomputes, each of which costs an overhead
+  and its operator's own forward time, once; a block that only has to bring back what was saved inside stops early.
 
 Which values a choice holds and which regions it replays follows from who makes, takes and saves what; sizes and times
-only weigh it. So a `SegmentStructure` works the first part out for many sets of recomputed operators ("patterns") as
-0/1 matrices, which segments of every shape share; a `CompiledSegment` turns them into bytes and seconds by matrix
-products.
+only turn it into amounts. So a `SegmentStructure` works the first part out for many sets of recomputed operators
+("patterns") as 0/1 matrices, which segments of every shape share; a `CompiledSegment` turns them into bytes and seconds
+by matrix products.
 
 Letters of the shapes: P patterns, C choices, n operators, m values, D levels of blocks around an operator, K the four
 strategies in the order of `CODES`. Heights are 2n: over the operators in backward, then in forward.
@@ -11,28 +18,35 @@ strategies in the order of `CODES`. Heights are 2n: over the operators in backwa
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
 import numpy as np
 
-from flex_trainer.cost.evaluate import (
+from flex_trainer.cost.graph import Segment
+from flex_trainer.cost.load import Load, follows
+from flex_trainer.cost.roofline import Rates
+from flex_trainer.cost.segment_cost import (
     SegmentCost,
     backward_transients,
     ceil_bytes,
     forward_transients,
     unpaid_operators,
 )
-from flex_trainer.cost.graph import Segment
-from flex_trainer.cost.roofline import Rates
-from flex_trainer.strategy import Strategy
+from flex_trainer.cost.uses import find_uses
+from flex_trainer.strategy import WORTHWHILE, Strategy
 
 CODES = (Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE)
 KEEP, RECOMPUTE, OFFLOAD, QUANTIZE = range(4)
+CODE_OF = {strategy: code for code, strategy in enumerate(CODES)}
 EPSILON_SECONDS = 1e-7
 """Added time below which mitigations are equally good to Algorithm 2, which divides by it."""
 _MAX_STRUCTURES = 64
+_MAX_PASSED = 128
+_MAX_QUESTIONS = 8
 _MAX_PATTERNS = 20_000
 """Patterns remembered for one structure; beyond that it starts over."""
 
@@ -66,6 +80,23 @@ class Patterns:
         return Patterns(*(np.concatenate(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
+@dataclass
+class Passed:
+    """Choices that earlier plans passed through."""
+
+    choices: dict[bytes, None] = field(default_factory=dict)
+    """The latest last."""
+    least_room_share: float = math.inf
+    """The least room that they were made for, as a share of what keeping everything takes."""
+
+    def add(self, choice: bytes) -> None:
+        """Put a choice in; the oldest one goes where there are too many."""
+        self.choices.pop(choice, None)
+        self.choices[choice] = None
+        if len(self.choices) > _MAX_PASSED:
+            del self.choices[next(iter(self.choices))]
+
+
 @dataclass(frozen=True)
 class _Key:
     """What makes two segments alike; the segment itself only comes along."""
@@ -78,6 +109,13 @@ class _Key:
 
 def structure_of(segment: Segment) -> SegmentStructure:
     """The structure of a segment, worked out when first seen."""
+    found = vars(segment).get("structure")
+    if found is None:
+        found = vars(segment)["structure"] = _find_structure(segment)
+    return found
+
+
+def _find_structure(segment: Segment) -> SegmentStructure:
     operators, values = map(_operator_structure, segment.operators), map(_value_structure, segment.values)
     return _compile(_Key(segment.layer < 0, tuple(operators), tuple(values), segment))
 
@@ -114,45 +152,49 @@ class SegmentStructure:
         """m x n: the operator owns the value."""
         has_owner = np.flatnonzero(self.owner >= 0)
         self.made[has_owner, self.owner[has_owner]] = 1
-        self._is_saved = np.array([bool(value.savers) for value in values], dtype=bool)
+        self._kinds = [operator.site.kind for operator in operators]
+        self.is_saved = np.array([bool(value.savers) for value in values], dtype=bool)
         self._element_bytes = np.array([value.element_bytes for value in values], dtype=np.int64)
         # For every pair of a value and one of its savers: the operators that enclose both. If one of those is the
         # region, the saver gets the value within the replay; else the value is needed outside.
-        pairs = [(number, saver) for number, value in enumerate(values) for saver in value.savers]
+        self.pairs = pairs = [(number, saver) for number, value in enumerate(values) for saver in value.savers]
         self._pair_values = np.zeros((len(pairs), m), dtype=np.float32)
-        self._pair_regions = np.zeros((n, len(pairs)), dtype=np.float32)
+        self.pair_regions = np.zeros((n, len(pairs)), dtype=np.float32)
         last_saver = np.full(n, -1)
         for number, (value, saver) in enumerate(pairs):
             self._pair_values[number, value] = 1
             if saver >= 0 and values[value].owner >= 0:
                 both = self.encloses[:, saver] & self.encloses[:, values[value].owner]
-                self._pair_regions[:, number] = both
+                self.pair_regions[:, number] = both
                 last_saver[both] = np.maximum(last_saver[both], saver)
-        self._saves_inside = last_saver >= 0
+        self.saves_inside = last_saver >= 0
         self._is_block = np.array([operator.site.is_block for operator in operators], dtype=bool)
         self.unpaid = np.zeros((n, n))
         """n x n: a replay of the row's block that stops early does not pay for the column's operator."""
-        for index in np.flatnonzero(self._is_block & self._saves_inside):
+        for index in np.flatnonzero(self._is_block & self.saves_inside):
             self.unpaid[index, unpaid_operators(operators, int(index), int(last_saver[index]))] = 1
-        self._inputs = [np.array(operator.inputs, dtype=np.int64) for operator in operators]
-        self._shared = [np.array(operator.shared_inputs, dtype=np.int64) for operator in operators]
+        self.inputs = [np.array(operator.inputs, dtype=np.int64) for operator in operators]
+        self.shared_inputs = [np.array(operator.shared_inputs, dtype=np.int64) for operator in operators]
         self.num_shared = max((value + 1 for operator in operators for value in operator.shared_inputs), default=0)
         made_or_taken = self.made.T > 0
-        for index, taken in enumerate(self._inputs):
+        for index, taken in enumerate(self.inputs):
             made_or_taken[index, taken] = True
         touches = made_or_taken.astype(np.float32)
         self.linked = touches @ touches.T > 0
         """n x n: one makes a value that the other takes, or both take one."""
-        self._owned = [np.flatnonzero(self.made @ self.encloses[index]) for index in range(n)]
+        self.owned = [np.flatnonzero(self.made @ self.encloses[index]) for index in range(n)]
         self._place(segment)
         self.pools: dict[tuple[bytes, bool], np.ndarray] = {}
         """Choices that a search in this structure found worth having, by what it was allowed."""
+        self._uniform: dict[int, bytes] = {}
+        self._passed: dict[Hashable, Passed] = {}
         self._rows: dict[bytes, int] = {}
         self._known: Patterns | None = None
 
     def _place(self, segment: Segment) -> None:
         """Where values are in memory, over the operators (see `cost/uses.py`): 0/1 matrices of m x 2n."""
-        uses, n = segment.uses, self.num_operators
+        n = self.num_operators
+        self.uses = uses = find_uses(segment)
         at, owner = np.arange(n), self.owner[:, None]
         first, last, last_forward = (
             np.array(column, dtype=np.int64)[:, None] for column in (uses.first, uses.last, uses.last_forward)
@@ -167,14 +209,34 @@ class SegmentStructure:
         levels = [self.owner]
         while (levels[-1] >= 0).any():
             levels.append(np.where(levels[-1] >= 0, self.parents[levels[-1]] if n else -1, -1))
-        self._levels = levels[:-1]
+        self.levels = levels[:-1]
+        self.num_levels = len(self.levels)
         replay_at = np.array(uses.replay_at, dtype=np.int64)
         there = []
-        for level in self._levels:
+        for level in self.levels:
             since = replay_at[level][:, None]
             there.append(np.concatenate([(np.minimum(first, since) <= at) & (at <= since), forward], axis=1))
         self.there_replayed = np.concatenate([np.zeros((0, 2 * n)), *there]).astype(np.float64)
         """Dm x 2n: there on top, where a replay of that level brings it back."""
+
+    def uniform(self, code: int) -> bytes:
+        """One strategy for all operators that allow it, as a choice."""
+        if code not in self._uniform:
+            self._uniform[code] = np.where(self.allows[:, code], code, KEEP).astype(np.uint8).tobytes()
+        return self._uniform[code]
+
+    def passed(self, question: Hashable) -> Passed:
+        """What earlier plans passed through that asked the same: with these strategies at these rates."""
+        found = self._passed.pop(question, None) or Passed()
+        self._passed[question] = found
+        if len(self._passed) > _MAX_QUESTIONS:
+            del self._passed[next(iter(self._passed))]
+        return found
+
+    def load_factors(self, loads: Sequence[Load]) -> np.ndarray:
+        """Loads x n: by what each operator's sizes and times are larger than under an even load."""
+        by = {None: np.ones(len(loads)), "pairs": [load.pairs for load in loads], "rows": [load.rows for load in loads]}
+        return np.array([by[follows(kind)] for kind in self._kinds], dtype=np.float64).reshape(-1, len(loads)).T
 
     # Patterns
 
@@ -198,10 +260,10 @@ class SegmentStructure:
         return self._known.rows(np.array([self._rows[key] for key in keys], dtype=np.int64))
 
     def _consequences(self, roots: np.ndarray) -> Patterns:
-        """The rules of `evaluate`, step 1, for all rows at once."""
+        """What is replayed, and which values must be there in backward, for all rows at once."""
         marks = roots.astype(np.float32)
         dropped = ((marks @ self.encloses) > 0) @ self.made.T > 0
-        needed = (1 - marks @ self._pair_regions) @ self._pair_values > 0
+        needed = (1 - marks @ self.pair_regions) @ self._pair_values > 0
         replayed = np.zeros_like(roots)
         stops_early = np.zeros_like(roots)
         shared = np.zeros((len(roots), self.num_shared), dtype=bool)
@@ -210,59 +272,90 @@ class SegmentStructure:
             rows = np.flatnonzero(roots[:, index])
             if not len(rows):
                 continue
-            is_asked = needed[np.ix_(rows, self._owned[index])].any(axis=1)
-            if self._saves_inside[index]:
+            is_asked = needed[np.ix_(rows, self.owned[index])].any(axis=1)
+            if self.saves_inside[index]:
                 stops_early[rows, index] = ~is_asked & self._is_block[index]
             else:
                 rows = rows[is_asked]
             replayed[rows, index] = True
-            needed[np.ix_(rows, self._inputs[index])] = True
-            shared[np.ix_(rows, self._shared[index])] = True
-        back = dropped & (needed | self._is_saved)
-        by_level = [back & (level >= 0) & roots[:, level] for level in self._levels]
+            needed[np.ix_(rows, self.inputs[index])] = True
+            shared[np.ix_(rows, self.shared_inputs[index])] = True
+        back = dropped & (needed | self.is_saved)
+        by_level = [back & (level >= 0) & roots[:, level] for level in self.levels]
         recovered = np.concatenate([np.zeros((len(roots), 0), dtype=bool), *by_level], axis=1)
         return Patterns(replayed, stops_early, needed & ~dropped, recovered, shared)
 
 
 class CompiledSegment:
     """One segment under one machine's rates: its structure with sizes and times, which turn patterns into bytes and
-    seconds."""
+    seconds.
 
-    def __init__(self, segment: Segment, rates: Rates) -> None:
+    Sizes have a first axis A: of length 1, or, with several loads, one entry for each of the choices that are evaluated
+    (A = P = C).
+
+    Args:
+        segment: with sizes under an even load.
+        rates: what mitigations cost.
+        loads: on its experts; default: even.
+        gradient_bytes: n: parameter gradients that are there in each operator's backward, on top of its transient.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        rates: Rates,
+        loads: Sequence[Load] | None = None,
+        gradient_bytes: np.ndarray | None = None,
+    ) -> None:
         self.structure = structure = structure_of(segment)
-        self._bytes = np.array([value.num_bytes for value in segment.values], dtype=np.float64)
-        seconds = np.array([operator.seconds for operator in segment.operators], dtype=np.float64)
-        self._replay_seconds = rates.replay_overhead_seconds + seconds
-        self._unpaid_seconds = np.minimum(structure.unpaid @ seconds, seconds)
-        factor, sizes = rates.transient_factor, self._bytes[:, None]
+        self._rates = rates
+        values, num = segment.values, structure.num_operators
+        num_bytes = np.array([[value.num_bytes for value in values]], dtype=np.float64)
+        num_rows = np.array([[value.num_rows for value in values]], dtype=np.float64)
+        seconds = rates.recompute_factor * np.array([[one.seconds for one in segment.operators]], dtype=np.float64)
         transients = [*backward_transients(segment), *forward_transients(segment)]
-        self._on_top = factor * np.array([-np.inf if size is None else size for size in transients], dtype=np.float64)
-        self._let_go = sizes * structure.gone
-        self._brought_back = factor * np.tile(sizes, (len(structure.there_replayed) // max(len(sizes), 1), 1))
-        self._brought_back = self._brought_back * structure.there_replayed
-        columns, self._is_moved, heights = [], [], []
-        for strategy, roofline in ((Strategy.OFFLOAD, rates.offload), (Strategy.QUANTIZE, rates.quantize)):
-            is_moved = np.array([rates.moves(strategy, value) for value in segment.values], dtype=bool)
-            left = np.array([rates.left_bytes(strategy, value) for value in segment.values], dtype=np.float64)
-            freed = (self._bytes - left)[:, None]
-            moved = is_moved[:, None] * structure.made
-            columns += [moved * roofline.seconds(self._bytes)[:, None], moved * freed, moved * sizes]
-            self._is_moved.append(is_moved & (structure.owner >= 0))
-            heights.append(factor * sizes * structure.there_moved + freed * structure.gone)
-        self._moves = np.concatenate(columns, axis=1)
-        self._moved_heights = np.concatenate(heights)
+        on_top = np.array([[-np.inf if size is None else size for size in transients]], dtype=np.float64)
+        if loads is not None:
+            factors = structure.load_factors(loads)
+            is_routed = np.array([value.is_routed and value.owner >= 0 for value in values], dtype=bool)
+            by_value = np.where(is_routed, factors[:, structure.owner], 1.0) if num else np.ones((len(loads), 0))
+            num_bytes, num_rows = np.rint(num_bytes * by_value), np.rint(num_rows * by_value)
+            seconds = seconds * factors
+            on_top = np.where(np.isfinite(on_top), np.rint(np.maximum(on_top, 0) * np.tile(factors, 2)), -np.inf)
+        if gradient_bytes is not None:
+            on_top = on_top + np.concatenate([gradient_bytes, np.zeros(num)])
+        self.bytes, self.on_top = num_bytes, rates.transient_factor * on_top
+        self.replay_seconds = rates.replay_overhead_seconds + seconds
+        self.unpaid_seconds = np.minimum(seconds @ structure.unpaid.T, seconds)
+        element_bytes = np.array([value.element_bytes for value in values], dtype=np.float64)
+        quantized = num_bytes // element_bytes + 4 * num_rows
+        is_large = (num_bytes >= rates.smallest_moved_bytes) & (structure.owner >= 0)
+        may_quantize = is_large & (num_rows > 0) & (quantized <= WORTHWHILE * num_bytes)
+        # By strategy that moves: whether it moves the value at all, what that takes, and what it frees.
+        self.is_moved = is_large, may_quantize
+        self.moved_seconds = tuple(
+            roofline.seconds(num_bytes) * moved
+            for roofline, moved in zip((rates.offload, rates.quantize), self.is_moved, strict=True)
+        )
+        self.freed = num_bytes * is_large, (num_bytes - quantized) * may_quantize
 
     def tables(self, patterns: Patterns) -> Tables:
         """Bytes and seconds of P patterns, and what moving each operator's values would change."""
-        num = len(patterns.held)
-        held = patterns.held.astype(np.float64)
-        moves = (held @ self._moves).reshape(num, 2, 3, self.structure.num_operators)
-        changes = np.zeros((3, 4, num, self.structure.num_operators))
-        changes[:, OFFLOAD:] = moves.transpose(2, 1, 0, 3)
+        structure, num = self.structure, len(patterns.held)
+        held = patterns.held * self.bytes
+        changes = np.zeros((3, 4, num, structure.num_operators))
+        for way, code in enumerate((OFFLOAD, QUANTIZE)):
+            changes[0, code] = (patterns.held * self.moved_seconds[way]) @ structure.made
+            changes[1, code] = (patterns.held * self.freed[way]) @ structure.made
+            changes[2, code] = (held * self.is_moved[way]) @ structure.made
+        brought_back = patterns.recovered * np.tile(self.bytes, (1, structure.num_levels))
+        seconds = (patterns.replayed * self.replay_seconds).sum(axis=1)
         return Tables(
-            held=held @ self._bytes,
-            seconds=patterns.replayed @ self._replay_seconds - patterns.stops_early @ self._unpaid_seconds,
-            heights=self._on_top + patterns.recovered @ self._brought_back - held @ self._let_go,
+            held=held.sum(axis=1),
+            seconds=seconds - (patterns.stops_early * self.unpaid_seconds).sum(axis=1),
+            heights=self.on_top
+            + self._rates.transient_factor * (brought_back @ structure.there_replayed)
+            - held @ structure.gone,
             is_held=patterns.held,
             added_seconds=changes[0],
             freed=changes[1],
@@ -279,28 +372,54 @@ class CompiledSegment:
 
     def costs(self, tables: Tables, rows: np.ndarray, codes: np.ndarray) -> Costs:
         """Costs of C choices, each with the row of its pattern in the tables."""
-        operators = np.arange(self.structure.num_operators)
-        at = codes, rows[:, None], operators
+        structure, num = self.structure, self.structure.num_operators
+        at = codes, rows[:, None], np.arange(num)
         moved = tables.moved[at]
-        does = codes[:, self.structure.owner] if self.structure.num_operators else np.zeros_like(tables.is_held[rows])
-        is_held = tables.is_held[rows]
-        ways = zip((OFFLOAD, QUANTIZE), self._is_moved, strict=True)
-        is_moved = [is_held & may_move & (does == code) for code, may_move in ways]
-        heights = tables.heights[rows] + np.concatenate(is_moved, axis=1) @ self._moved_heights
-        num = self.structure.num_operators
+        heights, let_go = tables.heights[rows], None
+        if (codes > RECOMPUTE).any():
+            does = codes[:, structure.owner]
+            is_held = tables.is_held[rows]
+            is_moved = [
+                is_held & may & (does == code) for code, may in zip((OFFLOAD, QUANTIZE), self.is_moved, strict=True)
+            ]
+            comes_back = (is_moved[0] | is_moved[1]) * self.bytes
+            let_go = is_moved[0] * self.freed[0] + is_moved[1] * self.freed[1]
+            heights = (
+                heights + self._rates.transient_factor * (comes_back @ structure.there_moved) + let_go @ structure.gone
+            )
         return Costs(
             held=tables.held[rows] - tables.freed[at].sum(axis=1),
             seconds=tables.seconds[rows] + tables.added_seconds[at].sum(axis=1),
             backward=heights[:, :num].max(axis=1, initial=0),
             forward=heights[:, num:].max(axis=1, initial=0),
             offloaded=(moved * (codes == OFFLOAD)).sum(axis=1),
+            recompute_seconds=tables.seconds[rows],
             shared=tables.shared[rows],
         )
+
+    def transient_bytes(self, codes: np.ndarray) -> np.ndarray:
+        """The part of what comes on top that is an estimate (`Rates.transient_factor` is in it), at the highest point
+        of C x n choices."""
+        if not self.structure.num_operators:
+            return np.zeros(len(codes), dtype=np.int64)
+        structure = self.structure
+        tables = self.tables(structure.patterns(structure.roots(codes == RECOMPUTE)))
+        does = codes[:, structure.owner]
+        comes_back = tables.heights + (tables.is_held * self.bytes) @ structure.gone
+        heights = tables.heights
+        for code, may, freed in zip((OFFLOAD, QUANTIZE), self.is_moved, self.freed, strict=True):
+            is_moved = tables.is_held & may & (does == code)
+            there = self._rates.transient_factor * ((is_moved * self.bytes) @ structure.there_moved)
+            comes_back, heights = comes_back + there, heights + there + (is_moved * freed) @ structure.gone
+        heights = np.where(np.isfinite(heights), np.ceil(heights - 1e-3), -1)
+        highest = heights.argmax(axis=1)
+        at = np.arange(len(codes)), highest
+        return np.where(heights[at] > 0, np.ceil(comes_back[at] - 1e-3), 0).astype(np.int64)
 
 
 @dataclass
 class Tables:
-    """Weighed patterns. `K` is the strategy of an operator whose own values are not dropped."""
+    """Patterns with sizes and times. `K` is the strategy of an operator whose own values are not dropped."""
 
     held: np.ndarray
     """P: with nothing moved."""
@@ -338,6 +457,7 @@ class Costs:
     backward: np.ndarray
     forward: np.ndarray
     offloaded: np.ndarray
+    recompute_seconds: np.ndarray
     shared: np.ndarray
     """C x number of shared values."""
 
@@ -352,13 +472,14 @@ class Costs:
         return (self.offloaded > 0) * 1 + 2 * self.shared.any(axis=1)
 
     def one(self, number: int) -> SegmentCost:
-        """One of the choices as `evaluate` gives it, but for `transient_bytes`."""
+        """One of the choices, without `transient_bytes`."""
         return SegmentCost(
             held_bytes=int(self.held[number]),
             added_seconds=float(self.seconds[number]),
             backward_bytes=ceil_bytes(self.backward[number]),
             forward_bytes=ceil_bytes(self.forward[number]),
             offloaded_bytes=int(self.offloaded[number]),
+            recompute_seconds=float(self.recompute_seconds[number]),
             shared=frozenset(np.flatnonzero(self.shared[number]).tolist()),
         )
 

@@ -40,15 +40,20 @@ NOTHING_COMES = Expected(Load(0.0, 0.0))
 
 def without_agreement(graph: ActivationGraph, agreed_layers: Collection[int]) -> ActivationGraph:
     """The graph where dispatches are replayed in no layer but those of `agreed_layers`."""
-    segments = [
-        segment if segment.layer in agreed_layers else _without_replayed_exchange(segment) for segment in graph.segments
-    ]
-    return replace(graph, segments=tuple(segments))
+    segments = graph.repeated
+    if not any(operator.site.kind == EP_BLOCK for segment in segments.classes for operator in segment.operators):
+        return graph
+    layers = segments.positions.layers
+    return replace(
+        graph,
+        segments=segments.mapped(
+            lambda index: layers[index] in agreed_layers,
+            lambda segment, index: segment if layers[index] in agreed_layers else _without_replayed_exchange(segment),
+        ),
+    )
 
 
 def _without_replayed_exchange(segment: Segment) -> Segment:
-    if not any(operator.site.kind == EP_BLOCK for operator in segment.operators):
-        return segment
     operators = (
         replace(operator, site=replace(operator.site, is_replayable=False))
         if operator.site.kind == EP_BLOCK

@@ -1,15 +1,20 @@
-"""The activation graph of one micro-batch: what the planner plans on. Pure data, no tensors."""
+"""The activation graph of one micro-batch: what the planner plans on. Pure data, no tensors.
+
+Most layers of a model are alike, so a graph keeps one segment for each *class* of equal layers and says which class
+each layer is of. Whatever is worked out from a graph takes time by the number of classes, not of layers.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import overload
+
+import numpy as np
 
 from flex_trainer.cost.load import EVEN, Load, follows
-from flex_trainer.cost.uses import Uses, find_uses
 from flex_trainer.strategy import Site
 
 
@@ -22,7 +27,7 @@ class Value:
     savers: tuple[int, ...]
     element_bytes: int = 4
     num_rows: int = 0
-    """Rows that it is quantised in, each with a scale of its own; 0: it is not quantised."""
+    """Rows that it is quantized in, each with a scale of its own; 0: it is not quantized."""
     is_routed: bool = False
     """Whether its size follows the number of rows that the layer's experts get."""
 
@@ -45,7 +50,7 @@ class Operator:
     counted as 0."""
     backward_transient_bytes: int | None = None
     """The same for its backward: gradients on their way and workspace, parameter gradients left out; None: not known,
-    estimated from what goes in and out (`evaluate.backward_transients`)."""
+    estimated from what goes in and out (`compiled.backward_transients`)."""
     gradient_bytes: int = 0
     """Gradients of parameters that its backward leaves behind, where they do not exist yet; from a symbolic trace."""
 
@@ -61,8 +66,9 @@ _operator_key = attrgetter(
     "output_bytes",
     "forward_transient_bytes",
     "backward_transient_bytes",
+    "gradient_bytes",
 )
-_value_key = attrgetter("owner", "num_bytes", "savers", "element_bytes", "num_rows")
+_value_key = attrgetter("owner", "num_bytes", "savers", "element_bytes", "num_rows", "is_routed")
 
 
 @dataclass(frozen=True)
@@ -73,153 +79,160 @@ class Segment:
     operators: tuple[Operator, ...]
     values: tuple[Value, ...]
 
-    @functools.cached_property
-    def uses(self) -> Uses:
-        """When each value is in memory."""
-        return find_uses(self)
-
     @property
-    def shape_key(self) -> object:
-        """Equal for segments in which a choice has the same cost, but for names and times. Gradients of parameters
-        count once they are part of the transients (`timeline.with_gradients`)."""
+    def shape_key(self) -> Hashable:
+        """Equal for segments in which a choice has the same cost, but for names and times."""
         return self.layer < 0, tuple(map(_operator_key, self.operators)), tuple(map(_value_key, self.values))
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Site names of the operators."""
+        return tuple(operator.site.name for operator in self.operators)
+
+    @functools.cached_property
+    def gradient_bytes(self) -> int:
+        """What the operators leave as parameter gradients."""
+        return sum(operator.gradient_bytes for operator in self.operators)
+
+    @functools.cached_property
+    def is_traced(self) -> bool:
+        """Whether a symbolic trace has told the transients."""
+        return any(operator.backward_transient_bytes is not None for operator in self.operators)
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Where the segments of a model stand: the same for graphs of all shapes."""
+
+    layers: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+    """Site names by segment."""
+
+    @functools.cached_property
+    def has_repeats(self) -> bool:
+        """Whether some module runs twice."""
+        every = [name for names in self.names for name in names]
+        return len(set(every)) < len(every)
+
+
+class RepeatedSegments(Sequence[Segment]):
+    """Segments as one for each class, and the class of each. A segment is put together when it is asked for; its times
+    are those of its class.
+
+    Layers of the same shape do the same work, so where their measured times differ that is noise: with each layer's own
+    times a plan would pick the layers that happened to be measured fast, and promise more than it gains.
+
+    Args:
+        classes: one segment for each class, with the mean of its members' times.
+        class_of: the class of each segment.
+        positions: layer and names of each segment.
+    """
+
+    def __init__(self, classes: tuple[Segment, ...], class_of: tuple[int, ...], positions: Positions) -> None:
+        self.classes, self.class_of, self.positions = classes, class_of, positions
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> RepeatedSegments:
+        """Group segments that differ in nothing but names and times."""
+        members: dict[Hashable, list[Segment]] = {}
+        keys = [segment.shape_key for segment in segments]
+        for key, segment in zip(keys, segments, strict=True):
+            members.setdefault(key, []).append(segment)
+        numbers = {key: number for number, key in enumerate(members)}
+        positions = Positions(
+            tuple(segment.layer for segment in segments), tuple(segment.names for segment in segments)
+        )
+        return cls(tuple(map(_mean, members.values())), tuple(numbers[key] for key in keys), positions)
+
+    def mapped(self, key_of: Callable[[int], Hashable], made: Callable[[Segment, int], Segment]) -> RepeatedSegments:
+        """Other segments, made once for each class and key.
+
+        Args:
+            key_of: what the new segment depends on besides its class, by index.
+            made: the new segment from that of the class, and the index of the first one it is made for.
+        """
+        numbers: dict[Hashable, int] = {}
+        classes: list[Segment] = []
+        class_of = []
+        for index, number in enumerate(self.class_of):
+            key = number, key_of(index)
+            if key not in numbers:
+                numbers[key] = len(classes)
+                classes.append(made(self.classes[number], index))
+            class_of.append(numbers[key])
+        return RepeatedSegments(tuple(classes), tuple(class_of), self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Segment, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Segment | tuple[Segment, ...]:
+        return self._every[index]
+
+    def __len__(self) -> int:
+        return len(self.class_of)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (RepeatedSegments, tuple)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @functools.cached_property
+    def _every(self) -> tuple[Segment, ...]:
+        where = zip(self.class_of, self.positions.layers, self.positions.names, strict=True)
+        return tuple(_moved_to(self.classes[number], layer, names) for number, layer, names in where)
+
+
+def _moved_to(segment: Segment, layer: int, names: tuple[str, ...]) -> Segment:
+    if segment.layer == layer and segment.names == names:
+        return segment
+    operators = (
+        replace(operator, site=replace(operator.site, name=name, layer=layer))
+        for operator, name in zip(segment.operators, names, strict=True)
+    )
+    return replace(segment, layer=layer, operators=tuple(operators))
+
+
+def _mean(segments: list[Segment]) -> Segment:
+    if len(segments) == 1:
+        return segments[0]
+    seconds = np.mean([[operator.seconds for operator in segment.operators] for segment in segments], axis=0)
+    operators = zip(segments[0].operators, seconds.tolist(), strict=True)
+    return replace(segments[0], operators=tuple(replace(operator, seconds=mean) for operator, mean in operators))
 
 
 @dataclass(frozen=True)
 class ActivationGraph:
     """A whole forward, cut into segments: the layers in order, then the outside (embedding, final norm, head, loss)."""
 
-    segments: tuple[Segment, ...]
+    segments: Sequence[Segment]
     shared_bytes: tuple[int, ...] = ()
-    """Sizes of values made outside of the layers that nobody saves, but that a replay inside a layer takes (an
+    """Sizes of values made outside of the layers that nothing saves, but that a replay inside a layer takes (an
     attention mask, position ids): held as soon as one layer needs them, once for all layers."""
+
+    @functools.cached_property
+    def repeated(self) -> RepeatedSegments:
+        """The segments by class."""
+        return self.segments if isinstance(self.segments, RepeatedSegments) else RepeatedSegments.of(self.segments)
 
     def with_loads(self, loads: Mapping[int, Load], others: Load | None = None) -> ActivationGraph:
         """The same graph with other loads on the experts of layers: those given, by layer, and `others` on the rest."""
-        segments = []
-        for segment in self.segments:
-            load = loads.get(segment.layer, others)
-            segments.append(segment if load is None or load == EVEN else _scale_experts(segment, load))
-        return replace(self, segments=tuple(segments))
+        layers = self.repeated.positions.layers
+        by_segment = [loads.get(layer, others) or EVEN for layer in layers]
+        if all(load == EVEN for load in by_segment):
+            return self
+        has_experts = [any(follows(op.site.kind) for op in segment.operators) for segment in self.repeated.classes]
 
+        def key_of(index: int) -> Load:
+            return by_segment[index] if has_experts[self.repeated.class_of[index]] else EVEN
 
-@dataclass(frozen=True)
-class CallNode:
-    """One run of an operator or block in a whole forward; indices are those of the forward's calls and values."""
+        def scaled(segment: Segment, index: int) -> Segment:
+            load = key_of(index)
+            return segment if load == EVEN else _scale_experts(segment, load)
 
-    site: Site
-    parent: int
-    inputs: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ValueNode:
-    """One storage in a whole forward."""
-
-    owner: int
-    savers: tuple[int, ...]
-    element_bytes: int
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What changes with the shape of the batch: one entry per call, or per value."""
-
-    seconds: Sequence[float]
-    output_bytes: Sequence[int]
-    forward_transient_bytes: Sequence[int | None]
-    backward_transient_bytes: Sequence[int | None]
-    gradient_bytes: Sequence[int]
-    value_bytes: Sequence[int]
-    value_rows: Sequence[int]
-    is_routed: Sequence[bool]
-
-
-def cut_into_segments(calls: Sequence[CallNode], values: Sequence[ValueNode], sizes: Sizes) -> ActivationGraph:
-    """Build the graph of a forward."""
-    calls_of: dict[int, list[int]] = defaultdict(list)
-    values_of: dict[int, list[int]] = defaultdict(list)
-    for index, call in enumerate(calls):
-        calls_of[call.site.layer].append(index)
-    homes = _homes(calls, values)
-    for index, home in enumerate(homes):
-        values_of[home].append(index)
-    shared = _shared(calls, values)
-    taken_abroad = _taken_abroad(calls, values, homes)
-    segments = []
-    for layer in sorted(calls_of.keys() | values_of.keys(), key=lambda layer: (layer < 0, layer)):
-        local_call = {index: number for number, index in enumerate(calls_of[layer])}
-        local_value = {index: number for number, index in enumerate(values_of[layer])}
-        operators = []
-        for index in calls_of[layer]:
-            call = calls[index]
-            operators.append(
-                Operator(
-                    site=call.site,
-                    parent=local_call.get(call.parent, -1),
-                    inputs=tuple(local_value[value] for value in call.inputs if value in local_value),
-                    seconds=sizes.seconds[index],
-                    output_bytes=sizes.output_bytes[index],
-                    input_bytes=sum(sizes.value_bytes[value] for value in call.inputs),
-                    shared_inputs=tuple(shared[value] for value in call.inputs if value in shared and layer >= 0),
-                    forward_transient_bytes=sizes.forward_transient_bytes[index],
-                    backward_transient_bytes=sizes.backward_transient_bytes[index],
-                    gradient_bytes=sizes.gradient_bytes[index],
-                )
-            )
-        stored = []
-        for index in values_of[layer]:
-            value = values[index]
-            savers = [local_call.get(saver, -1) for saver in value.savers]
-            stored.append(
-                Value(
-                    owner=local_call.get(value.owner, -1),
-                    num_bytes=sizes.value_bytes[index],
-                    savers=tuple(dict.fromkeys([*savers, -1] if index in taken_abroad else savers)),
-                    element_bytes=value.element_bytes,
-                    num_rows=sizes.value_rows[index],
-                    is_routed=sizes.is_routed[index],
-                )
-            )
-        segments.append(Segment(layer, tuple(operators), tuple(stored)))
-    return ActivationGraph(tuple(segments), tuple(sizes.value_bytes[value] for value in shared))
-
-
-def _shared(calls: Sequence[CallNode], values: Sequence[ValueNode]) -> dict[int, int]:
-    """Values made outside of the layers that nobody saves and an operator in a layer takes, numbered."""
-    taken = (
-        value
-        for call in calls
-        for value in call.inputs
-        if call.site.layer >= 0 and call.site.is_replayable and values[value].owner < 0 and not values[value].savers
-    )
-    return {value: number for number, value in enumerate(dict.fromkeys(taken))}
-
-
-def _homes(calls: Sequence[CallNode], values: Sequence[ValueNode]) -> list[int]:
-    """The layer that each value is counted in: its maker's, but where nobody saves it and only operators of one other
-    layer may need it for a replay (the stream between two layers that save a copy of it), that other one."""
-    takers: dict[int, set[int]] = defaultdict(set)
-    for call in calls:
-        if call.site.is_replayable:
-            for value in call.inputs:
-                takers[value].add(call.site.layer)
-    homes = []
-    for index, value in enumerate(values):
-        made_in = calls[value.owner].site.layer if value.owner >= 0 else -1
-        is_for_one = value.owner >= 0 and not value.savers and len(takers[index]) == 1
-        homes.append(next(iter(takers[index])) if is_for_one else made_in)
-    return homes
-
-
-def _taken_abroad(calls: Sequence[CallNode], values: Sequence[ValueNode], homes: Sequence[int]) -> set[int]:
-    """Values that are counted in one layer and taken by an operator of another: a replay there may need them."""
-    return {
-        value
-        for call in calls
-        for value in call.inputs
-        if call.site.is_replayable and values[value].owner >= 0 and homes[value] != call.site.layer
-    }
+        return replace(self, segments=self.repeated.mapped(key_of, scaled))
 
 
 def _scale_experts(segment: Segment, load: Load) -> Segment:
@@ -250,8 +263,14 @@ def _scale_experts(segment: Segment, load: Load) -> Segment:
             for operator, factor in zip(segment.operators, factors, strict=True)
         ),
     )
-    vars(scaled)["uses"] = segment.uses  # follows from who makes and saves what, whatever the sizes
-    return scaled
+    return with_structure_of(segment, scaled)
+
+
+def with_structure_of(segment: Segment, other: Segment) -> Segment:
+    """Of two segments that differ in sizes and times only, what has been worked out for the first goes to the other."""
+    if "structure" in vars(segment):
+        vars(other)["structure"] = vars(segment)["structure"]
+    return other
 
 
 def _scaled(transient_bytes: int | None, factor: float) -> int | None:

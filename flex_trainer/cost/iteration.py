@@ -1,10 +1,10 @@
 """The iteration level of the cost model: any pipeline schedule, given as data, to peak bytes and seconds.
 
 A schedule is a sequence of actions for every rank (BaGuaLu-2, section IV-A, Figure 5c: warm-up, steady state and
-cool-down follow from it). A *chunk* is a part of the model: rank r of p holds the chunks r, r + p, r + 2p, ... in the
+cool-down follow from it). A *stage* is a part of the model: rank r of p holds the stages r, r + p, r + 2p, ... in the
 order in which a micro-batch passes through them.
 
-    cost = iteration_cost(one_forward_one_backward(4, 8), {chunk: MicroBatchCost(...) for chunk in range(4)}, base)
+    cost = iteration_cost(one_forward_one_backward(4, 8), {stage: MicroBatchCost(...) for stage in range(4)}, base)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class MicroBatchCost:
-    """What one micro-batch is on one chunk. Bytes are on top of what was in use before it."""
+    """What one micro-batch is on one stage. Bytes are on top of what was in use before it."""
 
     held_bytes: int
     """Held from the end of its forward to its backward."""
@@ -109,7 +109,7 @@ class IterationCost:
 
 
 CostOf = Mapping[int, MicroBatchCost] | Mapping[tuple[int, int], MicroBatchCost]
-"""Costs by chunk, or by (micro-batch, chunk) where micro-batches differ."""
+"""Costs by stage, or by (micro-batch, stage) where micro-batches differ."""
 
 
 def iteration_cost(schedule: Schedule, costs: CostOf, bases: Sequence[RankBase] | None = None) -> IterationCost:
@@ -117,7 +117,7 @@ def iteration_cost(schedule: Schedule, costs: CostOf, bases: Sequence[RankBase] 
 
     Args:
         schedule: actions of every rank.
-        costs: of every chunk, or of every micro-batch on every chunk.
+        costs: of every stage, or of every micro-batch on every stage.
         bases: per rank; default: nothing.
 
     Raises:
@@ -140,7 +140,7 @@ def rank_peak(rank: int, actions: Sequence[Action], costs: CostOf, base: RankBas
     has_gradients = False
     highest: RankPeak | None = None
     for position, action in enumerate(actions):
-        key, cost = (action.micro_batch, action.chunk), _cost(costs, action)
+        key, cost = (action.micro_batch, action.stage), _cost(costs, action)
         if action.kind is Kind.FORWARD:
             own, operator = max(cost.forward_peak_bytes, cost.held_bytes), cost.forward_operator
         elif key not in held:
@@ -176,8 +176,8 @@ def rank_peak(rank: int, actions: Sequence[Action], costs: CostOf, base: RankBas
 
 
 def _times(schedule: Schedule, costs: CostOf) -> tuple[tuple[RankTimes, ...], float]:
-    """Runs the schedule: an action starts when its rank is free and what it needs from other chunks is there."""
-    num_chunks = 1 + max(action.chunk for actions in schedule for action in actions)
+    """Runs the schedule: an action starts when its rank is free and what it needs from other stages is there."""
+    num_stages = 1 + max(action.stage for actions in schedule for action in actions)
     ended: dict[tuple[Kind, int, int], float] = {}
     free = [0.0] * len(schedule)
     busy = [0.0] * len(schedule)
@@ -189,7 +189,7 @@ def _times(schedule: Schedule, costs: CostOf) -> tuple[tuple[RankTimes, ...], fl
         for rank, actions in enumerate(schedule):
             while next_action[rank] < len(actions):
                 action = actions[next_action[rank]]
-                ready = _ready(action, num_chunks, ended)
+                ready = _ready(action, num_stages, ended)
                 if ready is None:
                     break
                 start = max(free[rank], ready)
@@ -197,7 +197,7 @@ def _times(schedule: Schedule, costs: CostOf) -> tuple[tuple[RankTimes, ...], fl
                 free[rank] = start + seconds
                 busy[rank] += seconds
                 spans[rank].append((start, free[rank]))
-                ended[_gives(action), action.micro_batch, action.chunk] = free[rank]
+                ended[_gives(action), action.micro_batch, action.stage] = free[rank]
                 next_action[rank] += 1
                 has_moved = True
     for rank, actions in enumerate(schedule):
@@ -218,16 +218,16 @@ def _gives(action: Action) -> Kind:
     return Kind.BACKWARD if action.kind is Kind.INPUT else action.kind
 
 
-def _ready(action: Action, num_chunks: int, ended: Mapping[tuple[Kind, int, int], float]) -> float | None:
+def _ready(action: Action, num_stages: int, ended: Mapping[tuple[Kind, int, int], float]) -> float | None:
     """When all is there that the action needs; None: not yet."""
-    micro_batch, chunk = action.micro_batch, action.chunk
+    micro_batch, stage = action.micro_batch, action.stage
     if action.kind is Kind.FORWARD:
-        needs = [(Kind.FORWARD, micro_batch, chunk - 1)] if chunk else []
+        needs = [(Kind.FORWARD, micro_batch, stage - 1)] if stage else []
     elif action.kind is Kind.WEIGHT:
-        needs = [(Kind.BACKWARD, micro_batch, chunk)]
+        needs = [(Kind.BACKWARD, micro_batch, stage)]
     else:
-        needs = [(Kind.FORWARD, micro_batch, chunk)]
-        needs += [(Kind.BACKWARD, micro_batch, chunk + 1)] if chunk + 1 < num_chunks else []
+        needs = [(Kind.FORWARD, micro_batch, stage)]
+        needs += [(Kind.BACKWARD, micro_batch, stage + 1)] if stage + 1 < num_stages else []
     if any(need not in ended for need in needs):
         return None
     return max((ended[need] for need in needs), default=0.0)
@@ -248,5 +248,5 @@ def _turns(actions: Sequence[Action]) -> tuple[int, int]:
 
 def _cost(costs: CostOf, action: Action) -> MicroBatchCost:
     by_any: Mapping[object, MicroBatchCost] = costs  # type: ignore[assignment]
-    cost = by_any.get((action.micro_batch, action.chunk))
-    return by_any[action.chunk] if cost is None else cost
+    cost = by_any.get((action.micro_batch, action.stage))
+    return by_any[action.stage] if cost is None else cost

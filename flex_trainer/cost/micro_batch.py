@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flex_trainer.cost.evaluate import SegmentCost, backward_transients, evaluate
+from flex_trainer.cost.compiled import CODE_OF, KEEP, CompiledSegment
 from flex_trainer.cost.graph import ActivationGraph, Segment
 from flex_trainer.cost.iteration import MicroBatchCost
 from flex_trainer.cost.roofline import Rates
+from flex_trainer.cost.segment_cost import SegmentCost, backward_transients
 from flex_trainer.cost.timeline import GradientBytes, Timeline, with_gradients
 from flex_trainer.strategy import Strategy
 
@@ -42,14 +43,15 @@ class MicroBatchModel:
         graph = with_gradients(graph, gradients)
         self._graph = graph
         self._rates = rates
-        numbers: dict[object, int] = {}
-        self._kind_of = [numbers.setdefault(_key(segment), len(numbers)) for segment in graph.segments]
-        self._memo: dict[tuple[int, tuple[tuple[int, Strategy], ...]], SegmentCost] = {}
+        self._classes = [CompiledSegment(segment, rates) for segment in graph.repeated.classes]
+        self._memo: dict[tuple[int, bytes], SegmentCost] = {}
         self._gradients = gradients
 
     def under(self, strategies: Mapping[str, Strategy]) -> Profiled:
         """Under strategies by site name (absent: keep)."""
-        return self._profiled([self._cost(number, strategies) for number in range(len(self._graph.segments))])
+        segments = self._graph.repeated
+        where = zip(segments.class_of, segments.positions.names, strict=True)
+        return self._profiled([self._cost(number, names, strategies) for number, names in where])
 
     def under_full_checkpointing(self, forward_seconds: Sequence[float]) -> Profiled:
         """Every decoder layer a checkpoint, as `gradient_checkpointing` makes it: its input is kept, and all of it runs
@@ -58,35 +60,34 @@ class MicroBatchModel:
         Args:
             forward_seconds: of each segment, all that is in it and what it waits for other ranks.
         """
-        costs = []
-        for number, segment in enumerate(self._graph.segments):
-            kept = self._cost(number, {})
-            whole = next((operator for operator in segment.operators if operator.site.kind == "layer"), None)
-            if segment.layer < 0 or whole is None:
-                costs.append(kept)
-                continue
-            costs.append(
-                SegmentCost(
-                    held_bytes=whole.output_bytes,
-                    added_seconds=self._rates.replay_overhead_seconds + forward_seconds[number],
-                    backward_bytes=kept.held_bytes - whole.output_bytes + kept.backward_bytes,
-                    forward_bytes=kept.forward_bytes,
-                    shared=frozenset(value for operator in segment.operators for value in operator.shared_inputs),
-                )
-            )
-        return self._profiled(costs)
+        segments = self._graph.repeated
+        costs: dict[tuple[int, float], SegmentCost] = {}
+        keys = list(zip(segments.class_of, forward_seconds, strict=True))
+        for number, seconds in set(keys):
+            costs[number, seconds] = self._checkpointed(number, segments.classes[number], seconds)
+        return self._profiled([costs[key] for key in keys])
 
-    def _cost(self, number: int, strategies: Mapping[str, Strategy]) -> SegmentCost:
-        segment = self._graph.segments[number]
-        choice = tuple(
-            (index, strategies[operator.site.name])
-            for index, operator in enumerate(segment.operators)
-            if strategies.get(operator.site.name, Strategy.KEEP) is not Strategy.KEEP
+    def _checkpointed(self, number: int, segment: Segment, forward_seconds: float) -> SegmentCost:
+        kept = self._cost(number, segment.names, {})
+        whole = next((operator for operator in segment.operators if operator.site.kind == "layer"), None)
+        if segment.layer < 0 or whole is None:
+            return kept
+        seconds = self._rates.replay_overhead_seconds + self._rates.recompute_factor * forward_seconds
+        return SegmentCost(
+            held_bytes=whole.output_bytes,
+            added_seconds=seconds,
+            recompute_seconds=seconds,
+            backward_bytes=kept.held_bytes - whole.output_bytes + kept.backward_bytes,
+            forward_bytes=kept.forward_bytes,
+            shared=frozenset(value for operator in segment.operators for value in operator.shared_inputs),
         )
-        key = (self._kind_of[number], choice)
-        cost = self._memo.get(key)
+
+    def _cost(self, number: int, names: tuple[str, ...], strategies: Mapping[str, Strategy]) -> SegmentCost:
+        choice = bytes(CODE_OF[strategies[name]] if name in strategies else KEEP for name in names)
+        cost = self._memo.get((number, choice))
         if cost is None:
-            cost = self._memo[key] = evaluate(segment, dict(choice), self._rates)
+            codes = np.frombuffer(choice, dtype=np.uint8).astype(np.int64)[None]
+            cost = self._memo[number, choice] = self._classes[number].evaluate(codes).one(0)
         return cost
 
     def _profiled(self, costs: Sequence[SegmentCost]) -> Profiled:
@@ -106,11 +107,6 @@ class MicroBatchModel:
             ),
             tuple(costs),
         )
-
-
-def _key(segment: Segment) -> object:
-    """Equal where `evaluate` gives the same for the same choice; times count here."""
-    return segment.shape_key, tuple(operator.seconds for operator in segment.operators)
 
 
 def _busiest(segment: Segment, in_backward: bool) -> str:

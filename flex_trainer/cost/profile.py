@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flex_trainer.activations.trace import Trace
 from flex_trainer.cost.graph import ActivationGraph
+from flex_trainer.cost.load import Load
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.structure import Structure
 from flex_trainer.errors import UserError
@@ -17,6 +18,9 @@ _FORMAT = 4
 _MUCH_LONGER = 2.0
 _MAX_KINDS = 64
 """Kinds of batches that are remembered: what is trained may change again and again, into ever other kinds."""
+_MAX_GRAPHS = 16
+_ROUNDING_BYTES = 2.0
+"""Per value: by so much sizes under a load may be off."""
 
 
 class Profile:
@@ -36,11 +40,12 @@ class Profile:
         self.version = 0
         """Grows when anything but a time changed: plans made before may be wrong."""
         self._versions: dict[str, int] = {}  # the version in which something about a kind of batch changed last
+        self._graphs: dict[BatchShape, ActivationGraph] = {}
+        self._is_known: dict[BatchShape, tuple[Structure | None, bool]] = {}
 
     def knows(self, shape: BatchShape) -> bool:
         """Whether sizes at this shape can be told, not only bounded: mostly after two or three shapes of a kind."""
-        structure = self._structure(shape) if shape.is_told else None
-        return structure is not None and structure.is_sure(shape)
+        return shape.is_told and self._lookup(shape)[1]
 
     def version_of(self, shape: BatchShape) -> int:
         """As `version`, for batches of this kind alone."""
@@ -54,9 +59,41 @@ class Profile:
 
     def pairs(self, shape: BatchShape, experts: str) -> int | None:
         """(Token, expert) pairs that the block called `experts` is planned to get in a micro-batch of this shape."""
-        structure = self._structure(shape)
+        structure = self._lookup(shape)[0]
         rate = None if structure is None else structure.pairs_per_token.get(experts)
         return None if rate is None else round(rate * shape.num_tokens)
+
+    def is_as_expected(
+        self,
+        shape: BatchShape,
+        trace: Trace,
+        demand_bytes: int,
+        loads: Mapping[int, Load],
+        routed_pairs: Mapping[str, int],
+    ) -> bool:
+        """Whether a real micro-batch need not be observed: it saved what was expected of it, and none of its kind has
+        been skipped for long. Takes a fraction of what `observe` takes, and notes the shape and the pairs.
+
+        Args:
+            trace: only its numbers of operators and values are looked at.
+            demand_bytes: what autograd saved, or would have saved had all been kept.
+            loads: of the layers whose experts are on several ranks.
+            routed_pairs: what each experts block got.
+        """
+        structure, is_known = self._lookup(shape)
+        if structure is None or not is_known:
+            return False
+        difference = abs(structure.demand_bytes(shape, loads) - demand_bytes)
+        if difference > (_ROUNDING_BYTES * len(trace.values) if loads else 0.5) or structure.is_due(trace):
+            return False
+        structure.note(shape)
+        structure.learn_pairs(shape, routed_pairs)
+        return True
+
+    def forward_seconds(self, shape: BatchShape) -> float:
+        """Forward time of the operators of a micro-batch of this shape; 0 where nothing is known."""
+        structure = self._lookup(shape)[0]
+        return 0.0 if structure is None else structure.forward_seconds(shape)
 
     def observe(self, shape: BatchShape, trace: Trace, routed_pairs: Mapping[str, int]) -> None:
         """Learn sizes and times from one forward, real or symbolic; `routed_pairs`: what each experts block got."""
@@ -65,6 +102,17 @@ class Profile:
         self.version += is_news
         if self.version != before:
             self._versions[_key(shape)] = self.version
+        self._is_known.clear()
+        if is_news:
+            self._graphs.clear()
+
+    def _lookup(self, shape: BatchShape) -> tuple[Structure | None, bool]:
+        """The structure of a shape, and whether its sizes are sure; remembered until something is observed."""
+        found = self._is_known.get(shape)
+        if found is None:
+            structure = self._structure(shape)
+            found = self._is_known[shape] = structure, structure is not None and structure.is_sure(shape)
+        return found
 
     def _structure(self, shape: BatchShape) -> Structure | None:
         """The structure that a micro-batch of this shape is expected to have."""
@@ -94,6 +142,7 @@ class Profile:
         for structure in known:
             if structure is not found and at in structure.seen:
                 structure.forget(at)
+                self._graphs.clear()
                 self.version += 1
         if found is None:
             found = Structure.of(trace)
@@ -104,9 +153,18 @@ class Profile:
 
     def graph(self, shape: BatchShape) -> ActivationGraph:
         """The activation graph of a micro-batch of this shape."""
-        structure = self._structure(shape)
+        structure = self._lookup(shape)[0]
         assert structure is not None, "graph comes after knows"
-        return structure.graph(shape)
+        graph = structure.graph(shape)
+        if shape not in self._graphs and len(self._graphs) >= _MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._graphs[shape] = graph
+        return graph
+
+    def sizes(self, shape: BatchShape) -> ActivationGraph:
+        """The same graph, made anew only after sizes have changed: its times may be old."""
+        found = self._graphs.get(shape)
+        return self.graph(shape) if found is None else found
 
     def save(self, path: Path, fingerprint: str) -> None:
         """Write everything learnt to a JSON file (whole or not at all). `fingerprint` says which model it belongs to.

@@ -28,7 +28,8 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine's mitigations cost. Recompute has no entry: it costs the operator's own forward time."""
+    """What this machine's mitigations add to a step. Recompute costs an operator's own forward time once more, times a
+    factor, and a fixed overhead."""
 
     offload: Roofline = Roofline(200e-6, 0.6e9)
     quantize: Roofline = Roofline(100e-6, 1.0e9)
@@ -36,6 +37,8 @@ class Rates:
     in_flight_bytes: int = 0
     """Most bytes of offload copies on their way at once, on top of all else: down in forward, up in backward."""
     replay_overhead_seconds: float = 60e-6
+    recompute_factor: float = 1.0
+    """Time of a replay in backward over that of the operator in forward."""
     transient_factor: float = 1.0
     """What comes on top while operators run, over what the operators' transients and recovered values say."""
 

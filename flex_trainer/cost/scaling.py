@@ -24,6 +24,8 @@ def units(batch_size: int, sequence_length: int) -> np.ndarray:
 
 
 _TOKENS, _PAIRS = 3, 5  # indices of the units B S and B S^2
+_MAX_SHAPES = 256
+"""Shapes of which the sizes are remembered as they were; those of others follow from the units."""
 _SURE_SHARE = 0.01
 """Sizes are sure when the units still standing differ by less than this share of all bytes."""
 
@@ -36,6 +38,8 @@ class Scaling:
         self._shapes: dict[tuple[int, int], np.ndarray] = {}
         self._stands: np.ndarray | None = None  # (units, values): not eliminated yet
         self._coefficients: np.ndarray | None = None  # (units, values), in elements
+        # The one unit of each value and its coefficient, and the values of which several units still stand, or none.
+        self._settled: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         # For values that follow no unit: most elements per B S and per B S^2 seen, and elements per token at the
         # shortest and the longest sequence seen.
         self._per_token = np.zeros(len(element_bytes))
@@ -54,6 +58,8 @@ class Scaling:
         if shape in self._shapes:
             self._shapes[shape] = np.maximum(self._shapes[shape], sizes)
             return
+        if len(self._shapes) >= _MAX_SHAPES:
+            del self._shapes[next(iter(self._shapes))]
         self._shapes[shape] = sizes
         elements = sizes / self._element_bytes
         shape_units = units(*shape)
@@ -61,7 +67,7 @@ class Scaling:
         fits = coefficients == np.round(coefficients)
         if self._coefficients is not None and self._stands is not None:
             fits &= self._stands & np.isclose(coefficients, self._coefficients, rtol=1e-9)
-        self._coefficients, self._stands = coefficients, fits
+        self._coefficients, self._stands, self._settled = coefficients, fits, None
         self._per_token = np.maximum(self._per_token, coefficients[_TOKENS])
         self._per_pair = np.maximum(self._per_pair, coefficients[_PAIRS])
         if self._shortest is None or sequence_length < self._shortest[0]:
@@ -95,9 +101,22 @@ class Scaling:
     def _candidates(self, batch_size: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
         """Largest and smallest number of elements over the units still standing; the largest is -1 where none is."""
         assert self._coefficients is not None and self._stands is not None, "predict comes after observe"
-        elements = self._coefficients * units(batch_size, sequence_length)[:, None]
-        largest = np.where(self._stands, elements, -1.0).max(axis=0)
-        return largest, np.where(self._stands, elements, np.inf).min(axis=0)
+        if self._settled is None:
+            is_settled = (self._stands.sum(axis=0) == 1) | (self._stands.any(axis=0) & (self._per_token == 0))
+            unit = self._stands.argmax(axis=0)
+            coefficients = np.where(is_settled, self._coefficients[unit, np.arange(len(unit))], 0)
+            self._settled = unit, coefficients, np.flatnonzero(~is_settled)
+        unit, coefficients, open_ones = self._settled
+        shape_units = units(batch_size, sequence_length)
+        largest = coefficients * shape_units[unit]
+        smallest = largest
+        if len(open_ones):
+            stands = self._stands[:, open_ones]
+            elements = self._coefficients[:, open_ones] * shape_units[:, None]
+            smallest = largest.copy()
+            largest[open_ones] = np.where(stands, elements, -1.0).max(axis=0)
+            smallest[open_ones] = np.where(stands, elements, np.inf).min(axis=0)
+        return largest, smallest
 
     def _fallback(self, batch_size: int, sequence_length: int) -> np.ndarray:
         assert self._shortest is not None and self._longest is not None

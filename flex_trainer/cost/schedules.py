@@ -19,22 +19,22 @@ class Kind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT = "I"
-    """The part of a split backward that the chunk before waits for: gradients of activations."""
+    """The part of a split backward that the stage before waits for: gradients of activations."""
     WEIGHT = "W"
     """The other part: gradients of weights."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One micro-batch going through one chunk."""
+    """One micro-batch going through one stage."""
 
     kind: Kind
     micro_batch: int
-    chunk: int = 0
-    """The part of the model, counted along the way of a micro-batch; on rank `chunk % p`."""
+    stage: int = 0
+    """The part of the model, counted along the way of a micro-batch; on rank `stage % p`."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.micro_batch} of chunk {self.chunk}"
+        return f"{self.kind.value}{self.micro_batch} of stage {self.stage}"
 
 
 Schedule = tuple[tuple[Action, ...], ...]
@@ -66,31 +66,31 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Schedul
     return tuple(ranks)
 
 
-def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): rank r holds chunks r, p + r, ..., v of them, and goes
-    through groups of p micro-batches, chunk by chunk.
+def interleaved(num_ranks: int, num_micro_batches: int, num_virtual_stages: int) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): rank r of p holds `num_virtual_stages` stages, r, p + r,
+    2p + r, ..., and goes through groups of p micro-batches, stage by stage.
 
     Raises:
-        ValueError: the micro-batches are no multiple of the stages.
+        ValueError: the micro-batches are no multiple of the ranks.
     """
-    _check(num_stages, num_micro_batches)
-    if num_chunks < 1:
-        raise UserError(f"num_chunks={num_chunks} must be at least 1")
-    if num_chunks == 1:
-        return one_forward_one_backward(num_stages, num_micro_batches)
-    if num_micro_batches % num_stages:
+    _check(num_ranks, num_micro_batches)
+    if num_virtual_stages < 1:
+        raise UserError(f"num_virtual_stages={num_virtual_stages} must be at least 1")
+    if num_virtual_stages == 1:
+        return one_forward_one_backward(num_ranks, num_micro_batches)
+    if num_micro_batches % num_ranks:
         raise UserError(
-            f"{num_micro_batches} micro-batches are no multiple of {num_stages} stages, which the interleaved schedule "
+            f"{num_micro_batches} micro-batches are no multiple of {num_ranks} ranks, which the interleaved schedule "
             "needs; change gradient_accumulation_steps"
         )
-    total = num_micro_batches * num_chunks
+    total = num_micro_batches * num_virtual_stages
     ranks = []
-    for rank in range(num_stages):
+    for rank in range(num_ranks):
         forward, backward = (
-            [_in_groups(kind, number, rank, num_stages, num_chunks) for number in range(total)]
+            [_in_groups(kind, number, rank, num_ranks, num_virtual_stages) for number in range(total)]
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
-        num_ahead = min(2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages, total)
+        num_ahead = min(2 * (num_ranks - rank - 1) + (num_virtual_stages - 1) * num_ranks, total)
         num_turns = total - num_ahead
         actions = forward[:num_ahead]
         for turn in zip(forward[num_ahead:], backward[:num_turns], strict=True):
@@ -99,13 +99,13 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Sch
     return tuple(ranks)
 
 
-def _in_groups(kind: Kind, number: int, rank: int, num_stages: int, num_chunks: int) -> Action:
-    """A rank's forward or backward number `number`: p micro-batches go through a chunk, then through the next one."""
-    group, within = divmod(number, num_stages * num_chunks)
-    chunk = within // num_stages
+def _in_groups(kind: Kind, number: int, rank: int, num_ranks: int, num_virtual_stages: int) -> Action:
+    """A rank's forward or backward number `number`: p micro-batches go through a stage, then through the next one."""
+    group, within = divmod(number, num_ranks * num_virtual_stages)
+    own_stage = within // num_ranks
     if kind is Kind.BACKWARD:
-        chunk = num_chunks - 1 - chunk
-    return Action(kind, group * num_stages + within % num_stages, chunk * num_stages + rank)
+        own_stage = num_virtual_stages - 1 - own_stage
+    return Action(kind, group * num_ranks + within % num_ranks, own_stage * num_ranks + rank)
 
 
 def _check(num_stages: int, num_micro_batches: int) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from flex_trainer.activations.trace import Trace
-from flex_trainer.cost.graph import ActivationGraph, CallNode, Sizes, ValueNode, cut_into_segments
-from flex_trainer.cost.load import follows
+from flex_trainer.cost.cut import CallNode, Cut, Sizes, ValueNode
+from flex_trainer.cost.graph import ActivationGraph
+from flex_trainer.cost.load import Load, follows
 from flex_trainer.cost.scaling import Scaling
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.transients import TransientScaling
@@ -15,6 +18,11 @@ from flex_trainer.strategy import Site
 
 _SMOOTHING = 0.3
 _QUADRATIC_KINDS = frozenset({"attention_core"})
+_MAX_SAMPLES = 64
+_MAX_SEEN = 4096
+_MAX_DEMANDS = 64
+_OBSERVED_FIRST, _OBSERVED_EVERY = 3, 16
+"""Real micro-batches that are looked at although they seem to be as expected: the first ones, and every so many."""
 
 
 class Structure:
@@ -28,13 +36,20 @@ class Structure:
         self._output_scaling = Scaling([1] * len(calls))
         self._forward_transients = TransientScaling()
         self._backward_transients = TransientScaling()
-        self._gradient_bytes = [0] * len(calls)
-        self._seconds_per_unit = [0.0] * len(calls)
+        self._gradient_bytes = np.zeros(len(calls), dtype=np.int64)
+        self._seconds_per_unit = np.zeros(len(calls))
+        quadratic = [call.site.kind in _QUADRATIC_KINDS for call in calls]
+        self._is_quadratic = np.array(quadratic, dtype=bool)
+        self._is_leaf = np.ones(len(calls))  # 0.0: made of others
+        self._is_leaf[[call.parent for call in calls if call.parent >= 0]] = 0.0
         self._is_timed = False  # by a real run
-        self._has_infinity = [False] * len(values)  # as a mask: kept where others are quantised
+        self._has_infinity = np.zeros(len(values), dtype=bool)  # as a mask: kept where others are quantized
         self._samples: list[dict[str, Any]] = []  # sizes that taught something, for the file
-        self.seen: set[tuple[int, int]] = set()
-        """All shapes (batch size, sequence length) that had this structure."""
+        self._cut: Cut | None = None
+        self._demands: dict[tuple[int, int], tuple[float, dict[int, tuple[float, float]]]] = {}
+        self._num_real = 0
+        self.seen: dict[tuple[int, int], None] = {}
+        """Shapes (batch size, sequence length) that had this structure, the latest last."""
         self.pairs_per_token: dict[str, float] = {}
         """Of each experts block: most seen."""
 
@@ -67,9 +82,32 @@ class Structure:
         """The longest sequence seen."""
         return max((length for _, length in self.seen), default=0)
 
+    def forward_seconds(self, shape: BatchShape) -> float:
+        """Forward time of all operators that are not made of others."""
+        return float(self._seconds(shape) @ self._is_leaf)
+
     def is_sure(self, shape: BatchShape) -> bool:
         """Whether sizes at this shape can be told, not only bounded."""
         return self._value_scaling.is_sure(shape.batch_size, shape.sequence_length)
+
+    def is_due(self, trace: Trace) -> bool:
+        """Whether a real micro-batch that seems to be as expected is to be looked at all the same: another number of
+        operators or values, one of the first, or one of every few. It counts as one more."""
+        self._num_real += 1
+        return (
+            len(trace.calls) != len(self._calls)
+            or len(trace.values) != len(self._values)
+            or self._num_real <= _OBSERVED_FIRST
+            or self._num_real % _OBSERVED_EVERY == 0
+        )
+
+    def note(self, shape: BatchShape) -> None:
+        """A micro-batch of this shape had this structure."""
+        at = shape.batch_size, shape.sequence_length
+        self.seen.pop(at, None)
+        if len(self.seen) >= _MAX_SEEN:
+            del self.seen[next(iter(self.seen))]
+        self.seen[at] = None
 
     def observe(self, shape: BatchShape, trace: Trace, routed_pairs: Mapping[str, int]) -> bool:
         """Learn from one forward. Returns whether sizes were not as predicted."""
@@ -88,58 +126,93 @@ class Structure:
         if is_news:
             self._learn(sample)
         is_news |= self._learn_infinities(trace)
-        self.seen.add((shape.batch_size, shape.sequence_length))
-        for experts, num_pairs in routed_pairs.items():
-            rate = num_pairs / max(shape.num_tokens, 1)
-            self.pairs_per_token[experts] = max(rate, self.pairs_per_token.get(experts, 0.0))
+        self.note(shape)
+        self.learn_pairs(shape, routed_pairs)
         self._time(shape, trace)
         return is_news
 
+    def demand_bytes(self, shape: BatchShape, loads: Mapping[int, Load]) -> float:
+        """What autograd saves in a micro-batch of this shape, under loads on the experts of layers (absent: even)."""
+        at = shape.batch_size, shape.sequence_length
+        found = self._demands.get(at)
+        if found is None:
+            found = self._demand(self._value_scaling.predict(*at))
+            if len(self._demands) >= _MAX_DEMANDS:
+                del self._demands[next(iter(self._demands))]
+            self._demands[at] = found
+        even_bytes, by_layer = found
+        return even_bytes + sum(
+            pairs_bytes * (load.pairs - 1) + rows_bytes * (load.rows - 1)
+            for layer, load in loads.items()
+            for pairs_bytes, rows_bytes in [by_layer.get(layer, (0.0, 0.0))]
+        )
+
+    def _demand(self, value_bytes: np.ndarray) -> tuple[float, dict[int, tuple[float, float]]]:
+        """Bytes under an even load, and by layer those that follow the load's pairs, and its rows."""
+        even_bytes, by_layer = 0.0, {}
+        is_constant = self._value_scaling.is_constant().tolist()
+        for value, num_bytes, constant in zip(self._values, value_bytes.tolist(), is_constant, strict=True):
+            if not value.savers:
+                continue
+            even_bytes += num_bytes
+            site = self._calls[value.owner].site if value.owner >= 0 else None
+            by = None if site is None or constant else follows(site.kind)
+            if site is not None and by is not None:
+                pairs_bytes, rows_bytes = by_layer.get(site.layer, (0.0, 0.0))
+                by_layer[site.layer] = (
+                    pairs_bytes + num_bytes * (by == "pairs"),
+                    rows_bytes + num_bytes * (by == "rows"),
+                )
+        return even_bytes, by_layer
+
+    def learn_pairs(self, shape: BatchShape, routed_pairs: Mapping[str, int]) -> None:
+        """Remember the most (token, expert) pairs per token that each experts block got."""
+        num_tokens = max(shape.num_tokens, 1)
+        for experts, num_pairs in routed_pairs.items():
+            rate = num_pairs / num_tokens
+            if rate > self.pairs_per_token.get(experts, 0.0):
+                self.pairs_per_token[experts] = rate
+
     def forget(self, at: tuple[int, int]) -> None:
         """This shape has another structure now."""
-        self.seen.discard(at)
+        self.seen.pop(at, None)
         self._samples = [sample for sample in self._samples if tuple(sample["at"]) != at]
 
     def graph(self, shape: BatchShape) -> ActivationGraph:
         """The activation graph of a micro-batch of this shape."""
         at = shape.batch_size, shape.sequence_length
-        unknown = [None] * len(self._calls)
-        is_constant = self._value_scaling.is_constant()
+        if self._cut is None:
+            self._cut = Cut(self._calls, self._values)
+            kinds = [call.site.kind for call in self._calls]
+            owners = (kinds[value.owner] if value.owner >= 0 else None for value in self._values)
+            self._is_by_experts = np.array([kind is not None and follows(kind) is not None for kind in owners])
         sizes = Sizes(
-            seconds=[
-                rate * _time_unit(call.site, shape)
-                for call, rate in zip(self._calls, self._seconds_per_unit, strict=True)
-            ],
-            output_bytes=self._output_scaling.predict(*at).tolist(),
-            forward_transient_bytes=(
-                unknown if not self.is_traced else self._forward_transients.predict(shape.num_tokens)
-            ),
-            backward_transient_bytes=(
-                unknown if not self.is_traced else self._backward_transients.predict(shape.num_tokens)
-            ),
+            seconds=self._seconds(shape),
+            output_bytes=self._output_scaling.predict(*at),
+            forward_transient_bytes=self._forward_transients.predict(shape.num_tokens) if self.is_traced else None,
+            backward_transient_bytes=self._backward_transients.predict(shape.num_tokens) if self.is_traced else None,
             gradient_bytes=self._gradient_bytes,
-            value_bytes=self._value_scaling.predict(*at).tolist(),
-            value_rows=[
-                0 if is_kept else num_rows
-                for is_kept, num_rows in zip(self._has_infinity, self._row_scaling.predict(*at).tolist(), strict=True)
-            ],
-            is_routed=[
-                value.owner >= 0 and follows(self._calls[value.owner].site.kind) is not None and not constant
-                for value, constant in zip(self._values, is_constant.tolist(), strict=True)
-            ],
+            value_bytes=self._value_scaling.predict(*at),
+            value_rows=np.where(self._has_infinity, 0, self._row_scaling.predict(*at)),
+            is_routed=self._is_by_experts & ~self._value_scaling.is_constant(),
         )
-        return cut_into_segments(self._calls, self._values, sizes)
+        return self._cut.graph(sizes)
+
+    def _seconds(self, shape: BatchShape) -> np.ndarray:
+        """Forward time of every call."""
+        num_tokens = shape.num_tokens
+        return self._seconds_per_unit * np.where(self._is_quadratic, num_tokens * shape.sequence_length, num_tokens)
 
     def to_mapping(self) -> dict[str, Any]:
         """Everything learnt, as JSON can hold it."""
         return {
             "calls": [{**vars(call), "site": vars(call.site)} for call in self._calls],
             "values": [vars(value) for value in self._values],
-            "seconds_per_unit": self._seconds_per_unit,
+            "seconds_per_unit": self._seconds_per_unit.tolist(),
             "is_timed": self._is_timed,
-            "has_infinity": self._has_infinity if self.is_traced else [False] * len(self._values),
+            "has_infinity": self._has_infinity.tolist() if self.is_traced else [False] * len(self._values),
             "samples": self._samples,
-            "seen": sorted(self.seen),
+            "seen": list(self.seen),
             "pairs_per_token": self.pairs_per_token,
         }
 
@@ -160,13 +233,13 @@ class Structure:
                 for value in data["values"]
             ),
         )
-        structure._seconds_per_unit = [float(seconds) for seconds in data["seconds_per_unit"]]
+        structure._seconds_per_unit = np.array([float(seconds) for seconds in data["seconds_per_unit"]])
         structure._is_timed = bool(data["is_timed"])
-        structure._has_infinity = [bool(has_infinity) for has_infinity in data["has_infinity"]]
-        structure.seen = {(int(batch_size), int(length)) for batch_size, length in data["seen"]}
+        structure._has_infinity = np.array([bool(has_infinity) for has_infinity in data["has_infinity"]], dtype=bool)
+        structure.seen = {(int(batch_size), int(length)): None for batch_size, length in data["seen"]}
         structure.pairs_per_token = {name: float(rate) for name, rate in data["pairs_per_token"].items()}
-        by_call: list[list[Any]] = [structure._seconds_per_unit]
-        by_value: list[list[Any]] = [structure._has_infinity]
+        by_call: list[Any] = [data["seconds_per_unit"]]
+        by_value: list[Any] = [data["has_infinity"]]
         for sample in data["samples"]:
             by_call += [sample[key] for key in ("outputs", "forward", "backward", "gradients") if key in sample]
             by_value += [sample["values"], sample["rows"]]
@@ -180,22 +253,26 @@ class Structure:
     def _learn(self, sample: dict[str, Any]) -> None:
         batch_size, sequence_length = sample["at"]
         self._samples.append(sample)
+        self._demands.clear()
         self._value_scaling.observe(batch_size, sequence_length, sample["values"])
         self._row_scaling.observe(batch_size, sequence_length, sample["rows"])
         self._output_scaling.observe(batch_size, sequence_length, sample["outputs"])
         if "forward" in sample:
             self._forward_transients.observe(batch_size * sequence_length, sample["forward"])
             self._backward_transients.observe(batch_size * sequence_length, sample["backward"])
-            self._gradient_bytes = sample["gradients"]
+            self._gradient_bytes = np.array(sample["gradients"], dtype=np.int64)
+        if len(self._samples) > _MAX_SAMPLES:
+            # The file is a hint, and scaling has eliminated what these samples could: the first (traced) and the latest
+            # ones stay.
+            del self._samples[_MAX_SAMPLES // 2]
 
     def _learn_infinities(self, trace: Trace) -> bool:
         """A trace on shapes follows where infinities are written. In a real run they may be an accident, so that counts
         only where there is no such trace. Returns whether there was news."""
         if self.is_traced and not trace.is_symbolic:
             return False
-        pairs = zip(self._has_infinity, trace.values, strict=True)
-        has_infinity = [known or value.has_infinity for known, value in pairs]
-        is_news = has_infinity != self._has_infinity
+        has_infinity = self._has_infinity | np.array([value.has_infinity for value in trace.values], dtype=bool)
+        is_news = bool((has_infinity != self._has_infinity).any())
         self._has_infinity = has_infinity
         return is_news
 
@@ -205,16 +282,15 @@ class Structure:
         if not self._samples or not self._value_scaling.is_sure(batch_size, sequence_length):
             return False
         predicted = (
-            self._value_scaling.predict(batch_size, sequence_length).tolist(),
-            self._output_scaling.predict(batch_size, sequence_length).tolist(),
+            self._value_scaling.predict(batch_size, sequence_length),
+            self._output_scaling.predict(batch_size, sequence_length),
         )
-        pairs = [
-            *zip(predicted[0], sample["values"], strict=True),
-            *zip(predicted[1], sample["outputs"], strict=True),
-        ]
-        if (batch_size, sequence_length) in self.seen:
-            return all(actual <= expected for expected, actual in pairs)
-        return all(actual == expected for expected, actual in pairs)
+        actual = np.array(sample["values"], dtype=np.int64), np.array(sample["outputs"], dtype=np.int64)
+        is_known = (batch_size, sequence_length) in self.seen
+        return all(
+            bool((now <= expected).all() if is_known else (now == expected).all())
+            for expected, now in zip(predicted, actual, strict=True)
+        )
 
     def _time(self, shape: BatchShape, trace: Trace) -> None:
         """Estimates count until the first real run; from then on only real ones do."""
@@ -222,10 +298,12 @@ class Structure:
             return
         is_first = not trace.is_symbolic and not self._is_timed
         self._is_timed = not trace.is_symbolic
-        for index, call in enumerate(trace.calls):
-            rate = call.seconds / max(_time_unit(call.site, shape), 1)
-            old = self._seconds_per_unit[index]
-            self._seconds_per_unit[index] = rate if is_first or trace.is_symbolic else old + _SMOOTHING * (rate - old)
+        units = np.array([max(_time_unit(call.site, shape), 1) for call in trace.calls])
+        rates = np.array([call.seconds for call in trace.calls]) / units
+        is_replaced = is_first or trace.is_symbolic
+        self._seconds_per_unit = (
+            rates if is_replaced else self._seconds_per_unit + _SMOOTHING * (rates - self._seconds_per_unit)
+        )
 
 
 def _time_unit(site: Site, shape: BatchShape) -> float:

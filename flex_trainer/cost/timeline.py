@@ -8,13 +8,14 @@ recovered values and gradients come on top. The peak is often inside backward's 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flex_trainer.cost.evaluate import SegmentCost
-from flex_trainer.cost.graph import ActivationGraph, Segment
+from flex_trainer.cost.graph import ActivationGraph, RepeatedSegments, Segment, with_structure_of
+from flex_trainer.cost.segment_cost import SegmentCost
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class GradientBytes:
     temporary: dict[int, int] = field(default_factory=dict)
     """Bytes of the largest gradient that is computed apart and added to one that exists."""
 
-    @property
+    @functools.cached_property
     def key(self) -> object:
         """Equal for the same gradients."""
         return frozenset(self.pending.items()), frozenset(self.temporary.items())
@@ -48,18 +49,28 @@ class GradientBytes:
         # Backward runs from the outside (the head) to the last layer and down: while it is in layer l, the gradients of
         # the layers above are there already. Those of l itself come one by one, which is known for operators that were
         # traced (see `with_gradients`).
-        pending = np.array([self.pending.get(segment.layer, 0) for segment in segments], dtype=np.int64)
-        temporary = np.array([self.temporary.get(segment.layer, 0) for segment in segments], dtype=np.int64)
-        if not any(_is_traced(segment) for segment in segments):
+        if isinstance(segments, RepeatedSegments):
+            layers, class_of, classes = segments.positions.layers, segments.class_of, segments.classes
+        else:
+            layers, class_of, classes = [one.layer for one in segments], range(len(segments)), segments
+        pending = np.array([self.pending.get(layer, 0) for layer in layers], dtype=np.int64)
+        if not any(segment.is_traced for segment in classes):
+            temporary = np.array([self.temporary.get(layer, 0) for layer in layers], dtype=np.int64)
             return np.cumsum(pending[::-1])[::-1] + temporary
         # Of what lies outside, the head comes first and the embedding at the very end.
-        traced = [min(size, _gradient_bytes(segment)) for size, segment in zip(pending.tolist(), segments, strict=True)]
-        return np.cumsum(traced[::-1])[::-1] - np.array(traced, dtype=np.int64)
+        left_bytes = np.array([segment.gradient_bytes for segment in classes], dtype=np.int64)
+        traced = np.minimum(pending, left_bytes[list(class_of)])
+        return np.cumsum(traced[::-1])[::-1] - traced
 
-    def share(self, segment: Segment) -> float:
-        """Of the gradients that a segment's operators leave, the share that does not exist yet."""
-        total = _gradient_bytes(segment)
-        return min(self.pending.get(segment.layer, 0) / total, 1.0) if total else 0.0
+    def share(self, layer: int, gradient_bytes: int) -> float:
+        """Of the gradients that a layer's operators leave, the share that does not exist yet."""
+        return min(self.pending.get(layer, 0) / gradient_bytes, 1.0) if gradient_bytes else 0.0
+
+    def shares(self, segments: RepeatedSegments) -> tuple[float, ...]:
+        """The same by segment."""
+        left_bytes = [segment.gradient_bytes for segment in segments.classes]
+        where = zip(segments.positions.layers, segments.class_of, strict=True)
+        return tuple(self.share(layer, left_bytes[number]) for layer, number in where)
 
 
 def with_gradients(graph: ActivationGraph, gradients: GradientBytes | None) -> ActivationGraph:
@@ -67,26 +78,32 @@ def with_gradients(graph: ActivationGraph, gradients: GradientBytes | None) -> A
     of one operator, those of all later ones of its segment are there."""
     if gradients is None:
         return graph
-    segments = []
-    for segment in graph.segments:
-        share, later_bytes = gradients.share(segment), 0
-        operators = list(segment.operators)
-        for index in range(len(operators) - 1, -1, -1):
-            operator = operators[index]
-            if operator.backward_transient_bytes is not None and share * later_bytes >= 1:
-                transient_bytes = operator.backward_transient_bytes + round(share * later_bytes)
-                operators[index] = replace(operator, backward_transient_bytes=transient_bytes)
-            later_bytes += operator.gradient_bytes
-        segments.append(replace(segment, operators=tuple(operators)) if share else segment)
-    return replace(graph, segments=tuple(segments))
+    shares = gradients.shares(graph.repeated)
+    if not any(shares):
+        return graph
+
+    def added(segment: Segment, index: int) -> Segment:
+        if not shares[index]:
+            return segment
+        on_top = gradients_on_top(segment, shares[index]).tolist()
+        operators = (
+            replace(operator, backward_transient_bytes=operator.backward_transient_bytes + num_bytes)
+            if operator.backward_transient_bytes is not None and num_bytes
+            else operator
+            for operator, num_bytes in zip(segment.operators, on_top, strict=True)
+        )
+        return with_structure_of(segment, replace(segment, operators=tuple(operators)))
+
+    return replace(graph, segments=graph.repeated.mapped(lambda index: shares[index], added))
 
 
-def _is_traced(segment: Segment) -> bool:
-    return any(operator.backward_transient_bytes is not None for operator in segment.operators)
-
-
-def _gradient_bytes(segment: Segment) -> int:
-    return sum(operator.gradient_bytes for operator in segment.operators)
+def gradients_on_top(segment: Segment, share: float) -> np.ndarray:
+    """Bytes by operator: of the gradients that later operators leave, what does not exist yet; only where the
+    operator's own transient is known."""
+    left_bytes = np.array([operator.gradient_bytes for operator in segment.operators], dtype=np.int64)
+    later_bytes = np.cumsum(left_bytes[::-1])[::-1] - left_bytes
+    is_known = np.array([operator.backward_transient_bytes is not None for operator in segment.operators], dtype=bool)
+    return (np.rint(share * later_bytes) * (is_known & (share * later_bytes >= 1))).astype(np.int64)
 
 
 class Timeline:
@@ -111,18 +128,45 @@ class Timeline:
             gradients_by_segment: `gradients.by_segment(segments)`, where it is known already.
         """
         self._in_flight_bytes = in_flight_bytes
-        self._offloaded = np.array([cost.offloaded_bytes for cost in costs], dtype=np.int64)
         self._costs = list(costs)
+        # Most segments share their costs.
+        distinct = {id(cost): cost for cost in costs}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        where = np.array([numbers[id(cost)] for cost in costs], dtype=np.int64)
+        sizes = np.array(
+            [(cost.held_bytes, cost.on_top_bytes, cost.offloaded_bytes) for cost in distinct.values()], dtype=np.int64
+        ).reshape(-1, 3)
+        self._held, self._on_top, self._offloaded = sizes[where].T.copy()
         self._shared_bytes = np.array(shared_bytes, dtype=np.int64)
         self._shared_users = np.zeros(len(shared_bytes), dtype=np.int64)
-        for cost in costs:
-            self._shared_users[list(cost.shared)] += 1
-        self._held = np.array([cost.held_bytes for cost in costs], dtype=np.int64)
-        self._on_top = np.array([cost.on_top_bytes for cost in costs], dtype=np.int64)
+        for cost, num_users in zip(
+            distinct.values(), np.bincount(where, minlength=len(distinct)).tolist(), strict=True
+        ):
+            if cost.shared:
+                self._shared_users[list(cost.shared)] += num_users
         gradients = gradients or GradientBytes()
         self.gradients = gradients.by_segment(segments) if gradients_by_segment is None else gradients_by_segment
         """Bytes of parameter gradients that are there while backward is in each segment."""
         self._pending_bytes = sum(gradients.pending.values())
+
+    @classmethod
+    def of_sizes(
+        cls,
+        held: np.ndarray,
+        on_top: np.ndarray,
+        offloaded: np.ndarray,
+        shared_users: np.ndarray,
+        segments: Sequence[Segment],
+        gradients: GradientBytes,
+        shared_bytes: Sequence[int],
+        in_flight_bytes: int,
+    ) -> Timeline:
+        """From arrays over the segments, and the number of segments that need each shared value. It cannot be
+        changed."""
+        timeline = cls([], [], gradients, shared_bytes, in_flight_bytes, gradients.by_segment(segments))
+        timeline._held, timeline._on_top, timeline._offloaded = held, on_top, offloaded
+        timeline._shared_users = shared_users
+        return timeline
 
     def copy(self) -> Timeline:
         """The same, to be changed apart."""
@@ -201,3 +245,26 @@ def _stacked(held: np.ndarray) -> np.ndarray:
     stacked = held.cumsum(axis=-1)
     stacked[..., :-1] += held[..., -1:]
     return stacked
+
+
+def peaks_of(
+    held: np.ndarray,
+    on_top: np.ndarray,
+    offloaded: np.ndarray,
+    shared: np.ndarray,
+    gradients: np.ndarray,
+    pending_bytes: int,
+    in_flight_bytes: int,
+) -> np.ndarray:
+    """Peaks of many plans at once.
+
+    Args:
+        held, on_top, offloaded: plans x segments, as in `SegmentCost`.
+        shared: by plan: bytes of the values outside of the layers that it needs.
+        gradients: by segment: those there while backward is in it.
+        pending_bytes: of gradients, when backward ends.
+        in_flight_bytes: most that offload copies may hold while they are on their way.
+    """
+    in_flight = np.minimum(offloaded.cumsum(axis=1), in_flight_bytes)
+    heights = _stacked(held) + on_top + in_flight + gradients
+    return np.maximum(heights.max(axis=1) + shared, pending_bytes + held[:, -1])

@@ -28,12 +28,12 @@ class TransientScaling:
     def is_empty(self) -> bool:
         return not self._known
 
-    def predict(self, num_tokens: int) -> list[int]:
-        """Bytes of every operator at this size."""
+    def predict(self, num_tokens: int) -> np.ndarray:
+        """Bytes of every operator at this size; int64."""
         known = self._known.get(num_tokens)
         if known is None:
             known = self._between(num_tokens)
-        return np.ceil(known).astype(np.int64).tolist()
+        return np.ceil(known).astype(np.int64)
 
     def _between(self, num_tokens: int) -> np.ndarray:
         sizes = sorted(self._known)

@@ -8,10 +8,8 @@ last operator that saved it on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from flex_trainer.cost.graph import Segment
+from flex_trainer.cost.graph import Segment
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from flex_trainer.cost.load import Load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.estimate.mesh import Stage
-from flex_trainer.estimate.skeleton import Representative, Skeleton
+from flex_trainer.estimate.skeleton import Skeleton
 from flex_trainer.models.discovery import ModelMap, discover
 from flex_trainer.models.discovery import Operator as Module
 from flex_trainer.strategy import EP_COMBINE, EP_DISPATCH
@@ -82,6 +82,8 @@ class TracedLayer:
     seconds: SegmentSeconds
     flops: float
     is_routed: bool
+    forward_bytes: tuple[int, ...] = ()
+    """By operator: alive in forward on top of what autograd holds, where layers of a kind have the most of any."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def trace_stage(
             _segment_seconds(calls, hardware, precision.matmul),
             sum(call.work.flops + call.work.backward_flops for call in calls if call.work is not None),
             any(call.site.name in traced.routed_pairs for call in calls),
+            tuple(call.work.forward_transient_bytes for call in calls if call.work is not None),
         )
 
     outside = layer(next((segment for segment in graph.segments if segment.layer < 0), Segment(-1, (), ())))
@@ -233,14 +236,19 @@ def expand(skeleton: Skeleton, stage: Stage, traced: TracedStage) -> StageGraph:
     segments, parts, routed = [], [], set()
     left_out_bytes = 0
     for layer, found in sorted(skeleton.representatives(stage).items()):
-        alike = [traced.layers[place[number]].segment for number in found.traced]
-        segments.append(_renamed(_repeated(alike, found), skeleton, layer))
-        parts.append(traced.layers[place[found.traced[0]]])
+        alike = [traced.layers[place[number]] for number in found.traced]
+        # What is alive in forward may grow from layer to layer, also in those that were left out.
+        growth = _growth(alike)
+        num_left_out = found.num_alike - len(alike)
+        segment = _with_more_alive(alike[-1].segment, [num_bytes * num_left_out for num_bytes in growth])
+        segments.append(_renamed(segment, skeleton, layer))
+        parts.append(alike[0])
         if found.number >= len(alike):
-            left_out_bytes += _growth(alike, 0)
+            left_out_bytes += growth[0]
         if parts[-1].is_routed:
             routed.add(layer)
-    segments.append(_after_more_layers(traced.outside.segment, left_out_bytes))
+    outside = traced.outside.segment
+    segments.append(_with_more_alive(outside, [left_out_bytes] * len(outside.operators)))
     parts.append(traced.outside)
     return StageGraph(
         graph=ActivationGraph(tuple(segments), traced.shared_bytes),
@@ -255,38 +263,22 @@ def _layer_name(segment: Segment) -> str:
     return next(operator.site.name for operator in segment.operators if operator.site.kind == "layer")
 
 
-def _repeated(traced: Sequence[Segment], found: Representative) -> Segment:
-    """The layer with this number of its kind.
+def _growth(alike: Sequence[TracedLayer]) -> list[int]:
+    """Bytes by which each of a layer's operators has more alive in forward than in the layer of its kind before."""
+    if len(alike) < 2:
+        return [0] * len(alike[0].segment.operators)
+    return [max(two - one, 0) for one, two in zip(*(layer.forward_bytes for layer in alike[-2:]), strict=True)]
 
-    From the second on, what is alive in forward may grow from layer to layer. All of them get what the last one has:
-    where the stack is high that is right, where it is low it does not matter, and layers stay alike for the planner.
-    """
-    if found.number == 0:
-        return traced[0]
-    last, num_more = traced[-1], found.num_alike - len(traced)
+
+def _with_more_alive(segment: Segment, more_bytes: Sequence[int]) -> Segment:
+    """The segment where each operator has so much more alive in forward."""
     operators = (
-        _with_more_alive(operator, _growth(traced, index) * num_more) for index, operator in enumerate(last.operators)
+        replace(operator, forward_transient_bytes=operator.forward_transient_bytes + num_bytes)
+        if operator.forward_transient_bytes is not None
+        else operator
+        for operator, num_bytes in zip(segment.operators, more_bytes, strict=True)
     )
-    return replace(last, operators=tuple(operators))
-
-
-def _growth(traced: Sequence[Segment], index: int) -> int:
-    """Bytes by which one layer's operator has more alive in forward than that of the layer before."""
-    if len(traced) < 2:
-        return 0
-    one, two = (segment.operators[index].forward_transient_bytes or 0 for segment in traced[-2:])
-    return max(two - one, 0)
-
-
-def _after_more_layers(outside: Segment, num_bytes: int) -> Segment:
-    """What lies outside of the layers runs after those that were left out, too."""
-    return replace(outside, operators=tuple(_with_more_alive(operator, num_bytes) for operator in outside.operators))
-
-
-def _with_more_alive(operator: Operator, num_bytes: int) -> Operator:
-    if operator.forward_transient_bytes is None:
-        return operator
-    return replace(operator, forward_transient_bytes=operator.forward_transient_bytes + num_bytes)
+    return replace(segment, operators=tuple(operators))
 
 
 def _renamed(segment: Segment, skeleton: Skeleton, layer: int) -> Segment:

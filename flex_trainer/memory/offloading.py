@@ -39,6 +39,8 @@ class OffloadService:
         self._device = device
         self._store: OffloadStore | None = None
         self._rates: Rates | None = None
+        self.learnt_rates: Rates | None = None
+        """What mitigations were seen to cost; None: nothing was seen yet."""
         if "offload" in config.strategies:
             in_flight_bytes = in_flight_bound_bytes(limit_bytes)
             tier = self._make_tier()
@@ -76,7 +78,11 @@ class OffloadService:
         self._store.forget_dead()
 
     def rates(self) -> Rates:
-        """What this machine's mitigations cost, measured once (two sizes each, a few tens of milliseconds)."""
+        """What this machine's mitigations cost, as learnt so far."""
+        return self.learnt_rates or self.probed_rates()
+
+    def probed_rates(self) -> Rates:
+        """What they cost on the idle machine, measured once (two sizes each, a few tens of milliseconds)."""
         if self._rates is None:
             offload = self._measure_offload() if self.is_available else Rates().offload
             quantize = _fit(self._time_quantize) if "quantize" in self._config.strategies else Rates().quantize

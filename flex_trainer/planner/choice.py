@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from flex_trainer.cost.compiled import CODES, KEEP
-from flex_trainer.cost.graph import Segment
+import numpy as np
+
+from flex_trainer.cost.compiled import CODE_OF, CODES, KEEP
 from flex_trainer.strategy import Strategy
 
 Choice = bytes
 """Strategies of one segment, as a number into `CODES` for each operator."""
-
-
-def uniform_choice(segment: Segment, strategy: Strategy) -> Choice:
-    """One strategy for all that allows it."""
-    code = CODES.index(strategy)
-    return bytes(code if operator.site.allows(strategy) else KEEP for operator in segment.operators)
 
 
 def changed(choice: Choice, operator: int, code: int) -> Choice:
@@ -23,11 +18,16 @@ def changed(choice: Choice, operator: int, code: int) -> Choice:
     return choice[:operator] + bytes((code,)) + choice[operator + 1 :]
 
 
-def strategies_of(choice: Choice) -> dict[int, Strategy]:
-    """The mitigations of a choice, by operator index."""
-    return {index: CODES[code] for index, code in enumerate(choice) if code != KEEP}
+def mitigated(choice: Choice) -> list[tuple[int, Strategy]]:
+    """The mitigations of a choice, with the operator of each."""
+    return [(index, CODES[code]) for index, code in enumerate(choice) if code != KEEP]
 
 
-def choice_of(segment: Segment, strategies: Mapping[str, Strategy]) -> Choice:
-    """The choice that strategies by site name are in a segment."""
-    return bytes(CODES.index(strategies.get(operator.site.name, Strategy.KEEP)) for operator in segment.operators)
+def choice_of(names: Sequence[str], strategies: Mapping[str, Strategy]) -> Choice:
+    """The choice that strategies by site name are in a segment whose operators have these names."""
+    return bytes(CODE_OF[strategies[name]] if name in strategies else KEEP for name in names)
+
+
+def codes_of(choices: Sequence[Choice]) -> np.ndarray:
+    """Choices of one class as C x n numbers into `CODES`."""
+    return np.frombuffer(b"".join(choices), dtype=np.uint8).reshape(len(choices), -1).astype(np.int64)

@@ -1,7 +1,7 @@
 """The choices worth having for one class of equal segments: none holds, takes or adds less in every respect.
 
 A search (planner/search.py) is made once for a structure, in the first shape it is seen in. Its result, the pool, is
-weighed anew for every other shape. Moves (offload, quantise) depend on sizes more than recomputation does, so for the
+evaluated anew for every other shape. Moves (offload, quantize) depend on sizes more than recomputation does, so for the
 sets of recomputed operators that are still among the best they are also chosen anew.
 """
 

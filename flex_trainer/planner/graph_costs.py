@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, CompiledSegment, Costs
-from flex_trainer.cost.evaluate import SegmentCost, evaluate
+from flex_trainer.cost.compiled import CODE_OF, CompiledSegment, Costs, Passed
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.roofline import Rates
+from flex_trainer.cost.segment_cost import SegmentCost
 from flex_trainer.cost.timeline import GradientBytes, Timeline
-from flex_trainer.planner.choice import Choice, changed, strategies_of, uniform_choice
-from flex_trainer.planner.classes import classes_of
+from flex_trainer.planner.choice import Choice, changed, codes_of
 from flex_trainer.strategy import Strategy
 
 
@@ -32,31 +31,42 @@ class GraphCosts:
 
     def __init__(self, graph: ActivationGraph, rates: Rates, allowed: Sequence[Strategy]) -> None:
         self._allowed = (Strategy.KEEP, *allowed)
-        self.segments = graph.segments
+        self.segments = graph.repeated
         self.shared_bytes = graph.shared_bytes
         self.rates = rates
-        self.classes = classes_of(graph.segments)
-        self.compiled = [CompiledSegment(segment, rates) for segment in self.classes.segments]
+        self.classes, self.class_of = self.segments.classes, self.segments.class_of
+        self.names = self.segments.positions.names
+        self.compiled = [CompiledSegment(segment, rates) for segment in self.classes]
+        # How transients turn out changes which plans fit, not which choices are worth having.
+        self._question = self._allowed, replace(rates, transient_factor=1.0, in_flight_bytes=0)
         self._gradients: dict[object, np.ndarray] = {}
-        self._memo: dict[tuple[int, Choice], SegmentCost] = {}
+        self._known: dict[tuple[int, Choice], SegmentCost] = {}
         self._rows: dict[tuple[int, Choice], tuple[Costs, int]] = {}  # computed, and not asked for yet
         self._changes: dict[tuple[int, Choice], Changes] = {}
 
         # What keeping everything and each strategy everywhere cost is always asked.
-        for number, segment in enumerate(self.classes.segments):
-            self._evaluate_and_remember(number, [uniform_choice(segment, strategy) for strategy in self._allowed])
+        self.least_held = [
+            int(self._evaluate_and_remember(number, self.uniform(number)).held.min())
+            for number in range(len(self.classes))
+        ]
+        """By class: the least that one strategy for everything holds."""
+
+    def uniform(self, number: int) -> list[Choice]:
+        """Of a class: keep for everything, then each strategy wherever it may be."""
+        structure = self.compiled[number].structure
+        return [structure.uniform(CODE_OF[strategy]) for strategy in self._allowed]
 
     def cost(self, segment: int, choice: Choice) -> SegmentCost:
         """Cost of one segment."""
-        key = self.classes.of[segment], choice
-        cost = self._memo.get(key)
+        return self._cost((self.class_of[segment], choice))
+
+    def _cost(self, key: tuple[int, Choice]) -> SegmentCost:
+        cost = self._known.get(key)
         if cost is None:
-            found = self._rows.get(key)
-            if found is not None:
-                cost = found[0].one(found[1])
-            else:
-                cost = evaluate(self.classes.segments[key[0]], strategies_of(choice), self.rates)
-            self._memo[key] = cost
+            if key not in self._rows:
+                self._evaluate_and_remember(key[0], [key[1]])
+            costs, row = self._rows.pop(key)
+            cost = self._known[key] = costs.one(row)
         return cost
 
     def changes(self, number: int, choice: Choice) -> Changes:
@@ -65,7 +75,7 @@ class GraphCosts:
         found = self._changes.get((number, choice))
         if found is None:
             allows = self.compiled[number].structure.allows
-            codes = [CODES.index(strategy) for strategy in self._allowed]
+            codes = [CODE_OF[strategy] for strategy in self._allowed]
             of = [(operator, code) for operator in range(len(choice)) for code in codes if allows[operator, code]]
             choices = [choice, *(changed(choice, operator, code) for operator, code in of)]
             costs = self._evaluate_and_remember(number, choices)
@@ -75,16 +85,29 @@ class GraphCosts:
 
     def transient_bytes(self, segment: int, choice: Choice) -> int:
         """The estimated part of what comes on top of one segment."""
-        number = self.classes.of[segment]
-        return evaluate(self.classes.segments[number], strategies_of(choice), self.rates).transient_bytes
+        return int(self.compiled[self.class_of[segment]].transient_bytes(codes_of([choice]))[0])
+
+    def fill_pools(self, plans: Sequence[Sequence[Choice]], room_share: float) -> None:
+        """Leave the choices that the search for plans passed through, and those of the plans, to later graphs."""
+        pools = [self.passed(number) for number in range(len(self.classes))]
+        for pool in pools:
+            pool.least_room_share = min(pool.least_room_share, room_share)
+        passed: dict[tuple[int, Choice], None] = dict.fromkeys(self._changes)
+        for plan in plans:
+            passed.update(dict.fromkeys(zip(self.class_of, plan, strict=True)))
+        for number, choice in passed:
+            pools[number].add(choice)
+
+    def passed(self, number: int) -> Passed:
+        """The pool of a class."""
+        return self.compiled[number].structure.passed(self._question)
 
     def remember(self, number: int, choice: Choice, cost: SegmentCost) -> None:
         """A cost of a class that was computed elsewhere."""
-        self._memo[number, choice] = cost
+        self._known[number, choice] = cost
 
     def _evaluate_and_remember(self, number: int, choices: Sequence[Choice]) -> Costs:
-        codes = np.frombuffer(b"".join(choices), dtype=np.uint8).reshape(len(choices), -1)
-        costs = self.compiled[number].evaluate(codes.astype(np.int64))
+        costs = self.compiled[number].evaluate(codes_of(choices))
         for row, choice in enumerate(choices):
             self._rows[number, choice] = costs, row
         return costs
@@ -94,7 +117,7 @@ class GraphCosts:
     ) -> Timeline:
         """The timeline of a choice for every segment; the rates say what copies in flight hold, unless given."""
         return Timeline(
-            [self.cost(index, choice) for index, choice in enumerate(chosen)],
+            self._costs(chosen),
             self.segments,
             gradients,
             self.shared_bytes,
@@ -112,4 +135,14 @@ class GraphCosts:
 
     def added_seconds(self, chosen: Sequence[Choice]) -> float:
         """Time that a choice for every segment adds to the step."""
-        return sum(self.cost(index, choice).added_seconds for index, choice in enumerate(chosen))
+        return sum(cost.added_seconds for cost in self._costs(chosen))
+
+    def recompute_seconds(self, chosen: Sequence[Choice]) -> float:
+        """The part of it that recomputation takes."""
+        return sum(cost.recompute_seconds for cost in self._costs(chosen))
+
+    def _costs(self, chosen: Sequence[Choice]) -> list[SegmentCost]:
+        """By segment."""
+        keys = list(zip(self.class_of, chosen, strict=True))
+        costs = {key: self._cost(key) for key in set(keys)}
+        return [costs[key] for key in keys]

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, EPSILON_SECONDS, KEEP, RECOMPUTE
+from flex_trainer.cost.compiled import CODE_OF, EPSILON_SECONDS, KEEP, RECOMPUTE
 from flex_trainer.cost.timeline import GradientBytes, Timeline
 from flex_trainer.planner.choice import Choice, changed
 from flex_trainer.planner.graph_costs import GraphCosts
@@ -92,7 +92,7 @@ class _State:
         """From a choice and the free operators by segment."""
         members: dict[_Group, list[int]] = {}
         for segment, (choice, marks) in enumerate(zip(choices, free, strict=True)):
-            members.setdefault(_Group(costs.classes.of[segment], marks, choice), []).append(segment)
+            members.setdefault(_Group(costs.class_of[segment], marks, choice), []).append(segment)
         return cls(costs, members, timeline)
 
     def copy(self) -> _State:
@@ -216,18 +216,16 @@ class GreedyMethod:
         fixed: Mapping[str, Strategy],
     ) -> list[list[Choice]]:
         """Plans to pick from, as choices by segment: `start`, with mitigations added where no site is fixed."""
-        free = [
-            bytes(operator.site.name not in fixed for operator in segment.operators) for segment in self._costs.segments
-        ]
+        free = [bytes(name not in fixed for name in names) for names in self._costs.names]
         # What is on its way up in backward fills up to the copies' bound again, so the first bytes that are offloaded
         # free nothing, and single steps would never start. Hence one plan without offload, and one with that bound
         # set aside.
         without = tuple(strategy for strategy in self._allowed if strategy is not Strategy.OFFLOAD)
-        trials = [(without, available_bytes)] if without else []
-        if Strategy.OFFLOAD in self._allowed:
-            kept_bytes = self._costs.timeline(start, gradients).peak().held_bytes
-            set_aside_bytes = min(self._costs.rates.in_flight_bytes, kept_bytes)
-            trials.append((self._allowed, available_bytes - set_aside_bytes))
+        # And one for each strategy alone: where there are several, steps that look best may end in a worse plan.
+        ways = dict.fromkeys([without, self._allowed, *((strategy,) for strategy in self._allowed)])
+        kept_bytes = self._costs.timeline(start, gradients).peak().held_bytes
+        set_aside_bytes = min(self._costs.rates.in_flight_bytes, kept_bytes)
+        trials = [(way, available_bytes - set_aside_bytes * (Strategy.OFFLOAD in way)) for way in ways if way]
         return [self._choose(start, free, allowed, room_bytes, gradients) for allowed, room_bytes in trials]
 
     def _choose(
@@ -258,7 +256,7 @@ class GreedyMethod:
         key = (tuple(start), tuple(free), allowed, (gradients or GradientBytes()).key)
         found = self._descents.get(key)
         if found is None:
-            codes = tuple(CODES.index(strategy) for strategy in allowed)
+            codes = tuple(CODE_OF[strategy] for strategy in allowed)
             state = self._state(start, free, gradients)
             found = self._descents[key] = _Descent(state, _Candidates(self._costs, codes, self._largest_first))
         return found
@@ -271,13 +269,12 @@ class GreedyMethod:
     ) -> list[Choice]:
         """One strategy for all that may still be chosen for, and another one for what it cannot be applied to."""
         choices = []
-        for segment, choice, marks in zip(self._costs.segments, start, free, strict=True):
-            codes = bytearray(choice)
-            for index, operator in enumerate(segment.operators):
-                if marks[index]:
-                    able = (strategy for strategy in (first, second) if operator.site.allows(strategy))
-                    codes[index] = CODES.index(next(able, CODES[codes[index]]))
-            choices.append(bytes(codes))
+        for number, choice, marks in zip(self._costs.class_of, start, free, strict=True):
+            allows = self._costs.compiled[number].structure.allows
+            codes = np.frombuffer(choice, dtype=np.uint8)
+            for code in (CODE_OF[second], CODE_OF[first]):
+                codes = np.where(allows[:, code] & np.frombuffer(marks, dtype=bool), code, codes)
+            choices.append(codes.astype(np.uint8).tobytes())
         return choices
 
 

@@ -19,13 +19,13 @@ from itertools import product
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, CompiledSegment
+from flex_trainer.cost.compiled import CODE_OF, CODES, CompiledSegment
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.planner.assign import Assignment, AssignmentProblem, Options
 from flex_trainer.planner.choice import Choice
 from flex_trainer.planner.frontier import Choices, Freedom, choices_of, with_neighbours
 from flex_trainer.planner.graph_costs import GraphCosts
-from flex_trainer.planner.polish import polished
+from flex_trainer.planner.improve import improved
 from flex_trainer.planner.search import search
 from flex_trainer.strategy import Strategy
 
@@ -180,16 +180,16 @@ class OptimalMethod:
                 break
             found = trials[number].problem.solve(outside, width.max_labels, width.num_choices, width.num_free, seconds)
             if found is not None:
-                best = trials[number], polished(trials[number].problem, found)
+                best = trials[number], improved(trials[number].problem, found)
         return best
 
     def _key(self, index: int, fixed: Mapping[str, Strategy]) -> tuple[int, bytes]:
         """The class of a segment, and what is fixed in it."""
-        number = self._costs.classes.of[index]
+        number = self._costs.class_of[index]
         if not fixed:
             return number, b""
-        codes = [_code(fixed.get(operator.site.name)) for operator in self._costs.segments[index].operators]
-        return number, bytes(codes) if any(code != _FREE for code in codes) else b""
+        codes = bytes(CODE_OF[fixed[name]] if name in fixed else _FREE for name in self._costs.names[index])
+        return number, codes if codes.strip(bytes((_FREE,))) else b""
 
     def _question(self, key: tuple[int, bytes]) -> tuple[CompiledSegment, Freedom]:
         """Sizes and times of a class, and what may be chosen in it."""
@@ -237,10 +237,6 @@ def _kept(choices: Choices, offloads: bool, shares: bool) -> np.ndarray:
     if not shares:
         may &= ~choices.costs.shared.any(axis=1)
     return np.flatnonzero(may)
-
-
-def _code(strategy: Strategy | None) -> int:
-    return _FREE if strategy is None else CODES.index(strategy)
 
 
 def _choice(choices: Choices, row: int) -> Choice:

@@ -23,6 +23,9 @@ class Plan:
     """What keeping everything would hold at the end of forward."""
     demand_peak_bytes: int = 0
     added_seconds: float = 0.0
+    """What the mitigations add to the step."""
+    recompute_seconds: float = 0.0
+    """The part of it that recomputation takes."""
     minimum_bytes: int = 0
     """The least that one strategy for everything, segment by segment, holds at the end of forward: M0 of Algorithm 1.
     """

@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from flex_trainer.memory.meter import MemoryMeter
+from flex_trainer.provision.stopwatch import Stopwatch
 
 
 class Activity:
-    """One micro-batch's share of a device's time line."""
+    """One micro-batch's share of a device's time line.
 
-    def __init__(self) -> None:
+    Args:
+        device: where it runs.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self.peak_bytes = 0
         """Highest memory in use while it was at work."""
         self.latest_peak_bytes = 0
@@ -25,6 +32,10 @@ class Activity:
         """Whether that peak is known, and not only a lower bound."""
         self.seconds = 0.0
         """Time in which it was at work, up to when it was last put down."""
+        self.stopwatch = Stopwatch(device or torch.device("cpu"))
+        """Forward is a lap, and each backward: begun when planning is done, ended when it is put down or earlier."""
+        self.is_time_own = True
+        """Whether no other one was at work beside it."""
         self._since = 0.0
 
     def _note(self, peak_bytes: int, is_exact: bool) -> None:
@@ -59,11 +70,15 @@ class Activities:
         one.latest_peak_bytes = 0
         one._since = time.perf_counter()
         self._at_work.append(one)
+        if len(self._at_work) > 1:
+            for each in self._at_work:
+                each.is_time_own = False
 
     def put_down(self, one: Activity) -> None:
         """It waits, or has ended. Nothing happens to one that is not at work."""
         if one not in self._at_work:
             return
+        one.stopwatch.stop()
         self._note()
         one.seconds += time.perf_counter() - one._since
         self._at_work.remove(one)

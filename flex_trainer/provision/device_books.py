@@ -12,6 +12,9 @@ from flex_trainer.provision.activity import Activities
 from flex_trainer.provision.correction import Correction
 from flex_trainer.provision.margin import SafetyMargin
 from flex_trainer.provision.policy import BudgetBooks
+from flex_trainer.provision.rates import LearntRates
+from flex_trainer.provision.step_times import learnt_rates
+from flex_trainer.strategy import Strategy
 from flex_trainer.units import format_bytes
 
 _BUDGET_STEPS = 256
@@ -48,6 +51,7 @@ class DeviceBooks:
         self.budgets = BudgetBooks()
         self.correction = Correction()
         self.margin = SafetyMargin()
+        self._learnt: LearntRates | None = None
         self.gathered_bytes = 0
         """What FSDP2 needs at one time for all parts on this device."""
         self.nearest_bytes = self.limit_bytes
@@ -61,6 +65,14 @@ class DeviceBooks:
         self.correction = Correction()
         self.correction.start_at(transient_factor)
         self.margin = SafetyMargin(margin_bytes)
+
+    @property
+    def learnt_rates(self) -> LearntRates:
+        """What mitigations were seen to cost here. Made when the first plan is: that is when the machine is probed."""
+        if self._learnt is None:
+            strategies = [Strategy(name) for name in self.config.strategies]
+            self._learnt = learnt_rates(self.device, self.offloading.probed_rates(), strategies)
+        return self._learnt
 
     def check_start(self) -> None:
         """

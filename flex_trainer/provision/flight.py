@@ -68,7 +68,7 @@ class Flight:
     @contextmanager
     def beginning(self, part: ModelPart) -> Iterator[Activity]:
         """Around the begin of a forward: gives the activity of the micro-batch that is planned and added inside."""
-        activity, activities = Activity(), self._device.activities
+        activity, activities = Activity(self._device.device), self._device.activities
         with self._lock:
             waiting = [one for one in self.micro_batches if not one.backwards]
             for one in waiting:
@@ -152,6 +152,7 @@ class Flight:
                 micro_batch.forward_peak_bytes = micro_batch.activity.peak_bytes
             micro_batch.backward_base_bytes = self._device.meter.in_use_bytes()
             activities.take_up(micro_batch.activity)
+        micro_batch.activity.stopwatch.start()
         micro_batch.has_backward_begun = True
 
     def _backward_ended(self, micro_batch: MicroBatch, number: int) -> None:

@@ -31,14 +31,25 @@ class Gradients:
                 self._sharded[layer].append((one, local.numel() * local.element_size(), whole_bytes(parameter)))
             else:
                 self._layers[layer].append((parameter, parameter.numel()))
+        self._parameters = [parameter for parameters in self._layers.values() for parameter, _ in parameters]
+        self._last: tuple[list[bool | None], list[int], GradientBytes] | None = None
 
     def now(self) -> GradientBytes:
-        """Gradient bytes that do not exist yet, and the largest one of each layer that does."""
+        """Gradient bytes that do not exist yet, and the largest one of each layer that does. The same object as before
+        where the same gradients exist."""
+        # Thousands, before every micro-batch: so one quick look at each tells whether anything is different.
+        state = [parameter.grad is None if parameter.requires_grad else None for parameter in self._parameters]
+        sharded = [one.pending_bytes(local, whole) for parts in self._sharded.values() for one, local, whole in parts]
+        if self._last is None or (state, sharded) != self._last[:2]:
+            self._last = state, sharded, self._look()
+        return self._last[2]
+
+    def _look(self) -> GradientBytes:
         pending: dict[int, int] = {}
         temporary: dict[int, int] = {}
         for layer, parameters in self._layers.items():
             pending_bytes = temporary_bytes = 0
-            for parameter, num_elements in parameters:  # thousands, before every micro-batch
+            for parameter, num_elements in parameters:
                 if not parameter.requires_grad:
                     continue
                 num_bytes = num_elements * parameter.element_size()

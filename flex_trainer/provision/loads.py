@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from flex_trainer.cost.expected import EXPECTED, Expected, ep_block, without_agreement
 from flex_trainer.cost.graph import ActivationGraph
-from flex_trainer.cost.load import Load, merged
+from flex_trainer.cost.load import EVEN, Load, merged
 from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Site, Strategy
@@ -123,6 +123,19 @@ class Loads:
             self.expected = replace(self.expected, load=self.expected.load.maximum(routing.load))
         is_refused = not routing.is_replay_agreed and plan.strategy(ep_block(experts)) is Strategy.RECOMPUTE
         return is_other or is_refused
+
+    def arrived(self, even: ActivationGraph) -> tuple[ActivationGraph, list[Load]]:
+        """When all routers have spoken: the graph under an even load, with the dispatches that are replayed, and the
+        load of each segment.
+
+        Args:
+            even: the graph under an even load.
+        """
+        layers = even.repeated.positions.layers
+        if not self.by_layer:
+            return even, [self._heavier.get(layer, EVEN) for layer in layers]
+        others = self.expected.load
+        return without_agreement(even, self.agreed_layers), [self.by_layer.get(layer, others) for layer in layers]
 
     def graph(self, even: ActivationGraph, up_to_layer: int | None = None) -> ActivationGraph:
         """The graph of the micro-batch, when the routers have spoken up to a layer, or all of them.

@@ -13,6 +13,7 @@ import torch
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.scope import Choices, Scope
 from flex_trainer.compat import current_backward
+from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.models.routing import Routing
@@ -55,6 +56,14 @@ class MicroBatch:
     ledger: Ledger = field(default_factory=Ledger)
     activity: Activity = field(default_factory=Activity)
     """Its time and peak."""
+    plain_seconds: float | None = None
+    """Predicted time of the micro-batch with everything kept; None: nothing is known yet."""
+    added_seconds: float = 0.0
+    """What the plan was predicted to add."""
+    rates: Rates | None = None
+    """What the plan's seconds are made of."""
+    replanned_seconds: float = 0.0
+    """Time of planning inside of forward."""
     scope: Scope | None = None
     """None once it has ended: then neither it nor its scope keeps the other alive."""
     entered: set[str] | None = None
@@ -71,6 +80,8 @@ class MicroBatch:
     """Where it is covered: the peak before it was, and what was in use when its backward began."""
     backward_base_bytes: int = 0
     actual_bytes: int = 0
+    _planned_seconds: float = 0.0
+    """Time of planning up to the end of forward."""
     _counts: list[tuple[torch.Tensor, float | None]] = field(default_factory=list)
     _worst: torch.Tensor | None = None
     _has_arrived: torch.cuda.Event | None = None
@@ -108,10 +119,18 @@ class MicroBatch:
         finally:
             self.plan_seconds += time.perf_counter() - started
 
+    def begin_forward(self) -> None:
+        """Time runs from here on."""
+        self.replanned_seconds = -self.plan_seconds
+        self.activity.stopwatch.start()
+
     def end_forward(self) -> None:
         self.is_forward_done = True
         if self.entered is not None and self.scope is not None:
             self.scope.close()
+        self.activity.stopwatch.stop()
+        self._planned_seconds = self.plan_seconds
+        self.replanned_seconds += self.plan_seconds
         self.actual_bytes = self.ledger.held_bytes
         if not self._counts:
             return
@@ -186,11 +205,27 @@ class MicroBatch:
             predicted_peak_bytes=self.predicted_peak_bytes(),
             peak_bytes=self.activity.peak_bytes,
             step_ms=self.activity.seconds * 1e3,
+            run_ms=self._run_seconds() * 1e3,
+            predicted_step_ms=self.predicted_seconds * 1e3,
             num_replans=self.num_replans,
             is_profile=plan is None,
             num_unmanaged=self.ledger.num_unmanaged,
             part=self.part,
         )
+
+    def _run_seconds(self) -> float:
+        """Time of forward and backward on the host, planning left out."""
+        stopwatch = self.activity.stopwatch
+        if stopwatch.num_laps >= 2 and stopwatch.is_on_host:
+            return stopwatch.seconds() - self.replanned_seconds
+        return max(self.activity.seconds - self._planned_seconds, 0.0)
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of forward and backward under the plan; 0 where nothing was predicted."""
+        if self.plan is None or self.plain_seconds is None:
+            return 0.0
+        return self.plain_seconds + self.added_seconds
 
     def _imbalance(self) -> float:
         """Largest over layers of most tokens of one expert / mean tokens; one transfer for all layers."""

@@ -33,6 +33,7 @@ from flex_trainer.provision.managed_model import ManagedModel
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.plan_cache import PlanCache
 from flex_trainer.provision.policy import Provision, provide
+from flex_trainer.provision.step_times import Ran, StepTimes
 from flex_trainer.provision.watching import Watching
 from flex_trainer.ranks import this_rank
 from flex_trainer.strategy import Site, Strategy
@@ -46,6 +47,8 @@ _REPLAN_SHARE = 0.005
 """More held than predicted by this share of the limit: time to re-plan."""
 _MAX_MEASUREMENTS = 3
 """Times that memory is measured for one budget: making a plan takes memory itself."""
+_LAPS = 2
+"""Forward, and one backward or more."""
 _BY_EFFECT = [Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE]
 
 
@@ -79,7 +82,9 @@ class ModelPart:
         if is_known and earlier is not None:
             self.profile, self.recent_loads = earlier.profile, earlier.recent_loads
             self.held_errors = earlier.held_errors
+            self._times = earlier._times if earlier._books is books else None
         else:
+            self._times = None
             self.profile = self._seed_profile(resumed_profile)
             self.recent_loads = RecentLoads()
             self.held_errors = HeldErrors()
@@ -149,6 +154,8 @@ class ModelPart:
                 shape, plan, plan, in_use_bytes, provision.available_bytes, provision.budget_bytes, gradients
             )
             micro_batch.loads = Loads(self.recent_loads.expected)
+            micro_batch.plain_seconds = self.times.plain_seconds(shape)
+            self._note_rates(micro_batch, plan)
             micro_batch.expected_excess_bytes = expected_excess_bytes
         else:
             unknown = Uniform(self._most_effective())
@@ -182,6 +189,7 @@ class ModelPart:
             micro_batch.plan = micro_batch.choices = revised
             if revised.strategies:
                 micro_batch.scope.watch()
+            self._note_rates(micro_batch, revised)
             micro_batch.loads.note_plan()
             micro_batch.num_replans += 1
 
@@ -211,21 +219,28 @@ class ModelPart:
         self._books.margin.relax(self._books.nearest_bytes)
         with micro_batch.planning():
             self.recent_loads.learn(micro_batch.loads)
-            if micro_batch.plan is not None and micro_batch.loads.by_layer and self.profile.knows(micro_batch.shape):
+            shape, loads, scope = micro_batch.shape, micro_batch.loads.by_layer, micro_batch.scope
+            if micro_batch.plan is not None and loads and self.profile.knows(shape):
                 # With the rows that have arrived: where they are fewer than was expected, transients would seem
                 # smaller.
                 micro_batch.plan = self._as_it_ran(micro_batch)
-                if not micro_batch.scope.is_traced:
+                micro_batch.rates = self._books.offloading.rates()
+                if not scope.is_traced:
                     micro_batch.actual_bytes = micro_batch.plan.predicted_bytes  # not counted, and rows are known now
             self.watching.note(micro_batch)
-            if micro_batch.scope.is_traced:
-                trace = at_even_load(micro_batch.scope.trace, micro_batch.loads.by_layer)
+            if scope.is_traced:
                 if micro_batch.plan is not None:
-                    predicted_bytes = micro_batch.plan.predicted_bytes
-                    self.held_errors.observe(micro_batch.shape, predicted_bytes, micro_batch.actual_bytes)
-                if trace is None or not micro_batch.shape.is_told:
-                    return  # nothing arrived in some layer, or it could not be told how long it was
-                self.profile.observe(micro_batch.shape, trace, micro_batch.routed_pairs)
+                    self.held_errors.observe(shape, micro_batch.plan.predicted_bytes, micro_batch.actual_bytes)
+                if not shape.is_told:
+                    return  # it could not be told how long it was: no sizes are known
+                if not self.profile.is_as_expected(
+                    shape, scope.trace, micro_batch.ledger.demand_bytes, loads, micro_batch.routed_pairs
+                ):
+                    trace = at_even_load(scope.trace, loads)
+                    if trace is None:
+                        return  # nothing arrived in some layer, so its sizes are not known
+                    self.profile.observe(shape, trace, micro_batch.routed_pairs)
+            self._learn_times(micro_batch)
             # With sizes known by now, see what the model would have said of a run that was there to measure them.
             plan = micro_batch.plan or self._as_it_ran(micro_batch)
             # More held than predicted (values that were not finite are not quantized, say) is no transient.
@@ -235,9 +250,41 @@ class ModelPart:
                 plan, above_bytes, micro_batch.is_own_peak_exact, micro_batch.available_bytes
             )
 
+    # Times
+
+    @property
+    def times(self) -> StepTimes:
+        """Made when the first plan is: that is when the machine is probed."""
+        if self._times is None:
+            self._times = StepTimes(self.managed.device, self.profile, self._books.learnt_rates)
+        return self._times
+
+    def _note_rates(self, micro_batch: MicroBatch, plan: Plan) -> None:
+        """What a plan's seconds are made of, and what it is predicted to add by what is known now."""
+        micro_batch.rates = self._books.offloading.rates()
+        micro_batch.added_seconds = self.times.added_seconds(plan)
+
+    def _learn_times(self, micro_batch: MicroBatch) -> None:
+        """From a micro-batch that had the device for itself while it ran."""
+        activity = micro_batch.activity
+        if micro_batch.plan is None or micro_batch.rates is None:
+            return
+        if not activity.is_time_own or activity.stopwatch.num_laps < _LAPS:
+            return
+        self.times.learn(
+            Ran(
+                shape=micro_batch.shape,
+                plan=micro_batch.plan,
+                rates=micro_batch.rates,
+                ledger=micro_batch.ledger,
+                stopwatch=activity.stopwatch,
+                planned_seconds=micro_batch.replanned_seconds,
+            )
+        )
+        self._books.offloading.learnt_rates = self.times.rates
+
     def _as_it_ran(self, micro_batch: MicroBatch) -> Plan:
-        graph = micro_batch.loads.graph(self.plans.sizes(micro_batch.shape))
-        return self.plans.weighed(graph, micro_batch.ran(), micro_batch.gradients)
+        return self.plans.as_it_ran(micro_batch.shape, micro_batch.loads, micro_batch.ran(), micro_batch.gradients)
 
     def release(self, micro_batch: MicroBatch) -> None:
         """The values of a micro-batch are gone: its backward has ended, or will never come."""

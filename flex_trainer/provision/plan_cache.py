@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flex_trainer.config import FlexConfig
@@ -15,12 +16,14 @@ from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.memory.offloading import OffloadService
 from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
+from flex_trainer.planner.run import evaluate_run
 from flex_trainer.provision.correction import Correction
+from flex_trainer.provision.loads import Loads
 from flex_trainer.provision.planning_method import MethodChoice
 from flex_trainer.strategy import Strategy
 
 _MAX_PLANS = 512
-_MAX_PLANNERS = 32
+_MAX_PLANNERS = 8
 
 
 class PlanCache:
@@ -42,10 +45,9 @@ class PlanCache:
         self._correction = correction
         self._offloading = offloading
         self._method_choice = MethodChoice(config.planner)
+        self._is_auto = config.planner == "auto"
         self._plans: dict[tuple[object, ...], tuple[str, Plan]] = {}  # with the method that made it
         self._planners: dict[tuple[BatchShape, int, str, Expected], MitigationPlanner] = {}
-        self._graphs: dict[BatchShape, ActivationGraph] = {}
-        self._graphs_made_in = -1
         self._made_in: tuple[object, ...] = ()
         self.num_made = 0
         """Plans that were not found in the cache."""
@@ -59,7 +61,7 @@ class PlanCache:
         self, shape: BatchShape, available_bytes: int, gradients: GradientBytes, expected: Expected = EXPECTED
     ) -> Plan:
         """The plan of a micro-batch of a shape that the profile knows."""
-        state = (self.strategies, self._correction.factor)
+        state = (self.strategies, self._correction.factor, self._offloading.rates())
         if state != self._made_in:
             self._plans.clear()
             self._planners.clear()
@@ -80,15 +82,8 @@ class PlanCache:
         return plan
 
     def sizes(self, shape: BatchShape) -> ActivationGraph:
-        """The graph of a micro-batch of this shape, under an even load; its times may be of long ago."""
-        if self._graphs_made_in != self._profile.version:
-            self._graphs.clear()
-            self._graphs_made_in = self._profile.version
-        graph = self._graphs.get(shape)
-        if graph is None:
-            graph = self._profile.graph(shape)
-            _put_bounded(self._graphs, shape, graph, _MAX_PLANNERS)
-        return graph
+        """The graph of a micro-batch of this shape, under an even load; its times may be old."""
+        return self._profile.sizes(shape)
 
     def note_run(self, plan: Plan) -> None:
         """A micro-batch was run under a plan."""
@@ -102,13 +97,22 @@ class PlanCache:
         ran: Mapping[str, Strategy],
     ) -> Plan:
         """The plan of a micro-batch that is not as was expected, and part of which has run already."""
-        method = self._method_choice.method
+        # In the middle of a forward there is no time for the optimal method.
+        method = "bandwidth" if self._is_auto else self._method_choice.method
         return self._make(self._planner(graph, method), method, available_bytes, gradients, ran)
 
-    def weighed(self, graph: ActivationGraph, strategies: Mapping[str, Strategy], gradients: GradientBytes) -> Plan:
-        """What strategies (by site name) come to in a micro-batch that has run under them."""
-        nothing_else = ()  # nothing is looked for
-        return self._planner(graph, self._method_choice.method, nothing_else).weighed(strategies, gradients)
+    def as_it_ran(
+        self, shape: BatchShape, loads: Loads, strategies: Mapping[str, Strategy], gradients: GradientBytes
+    ) -> Plan:
+        """What strategies (by site name) came to in a micro-batch that has run under them, with the rows that arrived;
+        without what keeping everything would have come to.
+
+        Args:
+            loads: what arrived.
+        """
+        graph, by_segment = loads.arrived(self._profile.sizes(shape))
+        rates = replace(self._offloading.rates(), transient_factor=self._correction.factor)
+        return evaluate_run(graph, by_segment, strategies, rates, gradients)
 
     def _planner(
         self, graph: ActivationGraph, method: str, strategies: tuple[Strategy, ...] | None = None
@@ -119,6 +123,7 @@ class PlanCache:
             self._offloading.rates(),
             method=method,
             transient_factor=self._correction.factor,
+            reuses=self._is_auto and method != "optimal",
         )
 
     def _make(

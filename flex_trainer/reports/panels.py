@@ -39,6 +39,7 @@ def panels(timeline: Timeline) -> list[Panel]:
         _memory(timeline),
         _activations(timeline),
         _freed(timeline),
+        _times(timeline),
         _simple(timeline, "Tokens", "Tokens per micro-batch, padding included.", "tokens", "num_tokens", Axis("")),
         _simple(
             timeline,
@@ -129,6 +130,21 @@ def _freed(timeline: Timeline) -> Panel:
         line_chart("Bytes freed by strategy", timeline.first, series, axis, height=200, is_stacked=True),
         legend(series, axis),
         is_stacked=True,
+    )
+
+
+def _times(timeline: Timeline) -> Panel:
+    series = [
+        Series("actual", "measured", timeline.columns["run_ms"], is_filled=True),
+        Series("predicted", "predicted", timeline.columns["predicted_step_ms"], is_dashed=True),
+    ]
+    axis = Axis("ms")
+    return Panel(
+        "Time",
+        "Forward and backward of each micro-batch, without planning. The first one and those that only measure have no "
+        "prediction.",
+        line_chart("Time per micro-batch", timeline.first, series, axis, height=150),
+        legend(series, axis),
     )
 
 

@@ -75,9 +75,10 @@ def nearest_to_limit(ranks: Sequence[RankSummary]) -> RankSummary:
 
 def merge_ranks(ranks: Sequence[RankSummary]) -> RunSummary:
     """One summary of all ranks: limit and peak are those of the rank nearest to its limit, counts and bytes are added,
-    times are the largest, the prediction error is the mean."""
+    times are the largest, prediction errors are the mean."""
     summaries = [rank.summary for rank in ranks]
     errors = [one.mean_prediction_error_percent for one in summaries if one.mean_prediction_error_percent is not None]
+    time_errors = [one.mean_time_error_percent for one in summaries if one.mean_time_error_percent is not None]
     return replace(
         nearest_to_limit(ranks).summary,
         predicted_peak_bytes=max(one.predicted_peak_bytes for one in summaries),
@@ -91,6 +92,7 @@ def merge_ranks(ranks: Sequence[RankSummary]) -> RunSummary:
         median_step_ms=max(one.median_step_ms for one in summaries),
         mean_prediction_error_percent=sum(errors) / len(errors) if errors else None,
         plan_percent=max(one.plan_percent for one in summaries),
+        mean_time_error_percent=sum(time_errors) / len(time_errors) if time_errors else None,
     )
 
 

@@ -47,6 +47,8 @@ class RunSummary:
     """Mean error of the predicted activation bytes; None when nothing was predicted."""
     plan_percent: float
     """Planning time as a share of forward and backward time."""
+    mean_time_error_percent: float | None = None
+    """Mean error of the predicted time of a micro-batch; None when nothing was predicted."""
 
 
 def prediction_error_percent(record: MicroBatchRecord) -> float | None:
@@ -57,6 +59,12 @@ def prediction_error_percent(record: MicroBatchRecord) -> float | None:
 def prediction_error_percents(records: Sequence[MicroBatchRecord]) -> list[float]:
     """The prediction error of every micro-batch that has one."""
     errors = [prediction_error_percent(record) for record in records]
+    return [error for error in errors if error is not None]
+
+
+def time_error_percents(records: Sequence[MicroBatchRecord]) -> list[float]:
+    """The error of the predicted time of every micro-batch that has one (`MicroBatchRecord.time_error_percent`)."""
+    errors = [record.time_error_percent for record in records]
     return [error for error in errors if error is not None]
 
 
@@ -84,6 +92,7 @@ def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Se
         median_step_ms=totals.median_step_ms,
         mean_prediction_error_percent=totals.mean_error_percent,
         plan_percent=100 * totals.plan_ms / totals.step_ms if totals.step_ms > 0 else 0.0,
+        mean_time_error_percent=totals.mean_time_error_percent,
     )
 
 
@@ -92,7 +101,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.num_micro_batches == 0:
         return [("memory limit", format_bytes(summary.limit_bytes)), ("micro-batches", "0 (nothing was trained)")]
     share = f", {100 * summary.peak_bytes / summary.limit_bytes:.1f}% of the limit" if summary.limit_bytes else ""
-    error = summary.mean_prediction_error_percent
+    error, time_error = summary.mean_prediction_error_percent, summary.mean_time_error_percent
     return [
         ("memory limit", format_bytes(summary.limit_bytes)),
         ("measured peak", f"{format_bytes(summary.peak_bytes)} (micro-batch {summary.peak_micro_batch}{share})"),
@@ -106,6 +115,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("quantised", format_bytes(summary.quantized_bytes)),
         ("median step time", f"{summary.median_step_ms:,.1f} ms"),
         ("mean prediction error", "nothing predicted" if error is None else f"{error:.2f}%"),
+        ("mean error of predicted time", "nothing predicted" if time_error is None else f"{time_error:.2f}%"),
         ("planning", f"{summary.plan_percent:.2f}% of the step"),
     ]
 

@@ -21,9 +21,9 @@ class Timeline:
     group_size: int
     """Micro-batches per group (the last group may be smaller)."""
     columns: dict[str, tuple[float, ...]]
-    """By field of `MicroBatchRecord` (bytes, tokens, ratio), the group's maximum; also `error_percent` (maximum, 0
-    where nothing was predicted) and `freed_<strategy>_bytes` (of the micro-batch of the group that freed most in all,
-    so that the strategies stacked are what one micro-batch really freed)."""
+    """By field of `MicroBatchRecord` (bytes, tokens, ratio, ms), the group's maximum; also
+    `error_percent` (maximum, 0 where nothing was predicted) and `freed_<strategy>_bytes` (of the micro-batch of the
+    group that freed most in all, so that the strategies stacked are what one micro-batch really freed)."""
     is_spike: tuple[bool, ...]
     """Whether the group has a spike in it."""
     is_over_limit: tuple[bool, ...]

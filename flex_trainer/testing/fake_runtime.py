@@ -24,7 +24,8 @@ def make_record(micro_batch: int, **values: Any) -> MicroBatchRecord:
         "peak_bytes": GIB_BYTES,
         "step_ms": 100.0,
     }
-    return MicroBatchRecord(**(defaults | values))
+    merged = defaults | values
+    return MicroBatchRecord(**({"run_ms": merged["step_ms"] - merged.get("plan_ms", 0.0)} | merged))
 
 
 class FakeRuntime:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flex_trainer.activations.file_tier import FileTier
-from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.ledger import CopyTime, Ledger
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.scope import Scope
 from flex_trainer.strategy import Site, Strategy
@@ -32,6 +32,9 @@ class FakeCopy:
 
     def release(self) -> None:
         self.wait()
+
+    def time(self) -> CopyTime | None:
+        return None
 
 
 class FakeTier:
@@ -310,3 +313,35 @@ def test_the_remedy_is_the_tiers_own():
     store = OffloadStore(FakeTier(room=0, fails_at_start=True), remedy="Use another host.")
     with pytest.warns(UserWarning, match=r"offload is off from now on\. Use another host\."):
         assert store.put(torch.zeros(64), Ledger()) is None
+
+
+def test_copies_and_waiting_are_timed():
+    """On a CPU's tier both copies of every value say what they took, and the ledger has them."""
+    grad, ledger = step(OffloadStore(FileTier()), num_operators=6)
+    assert torch.equal(grad, plain(6))
+    assert ledger.num_offloaded > 0 and len(ledger.copies) == 2 * ledger.num_offloaded
+    assert sum(copy.num_bytes for copy in ledger.copies) == 2 * ledger.freed_bytes["offload"]
+    assert all(copy.seconds >= copy.core_seconds >= 0 and copy.seconds > 0 for copy in ledger.copies)
+
+
+def test_waiting_for_a_slow_copy_is_counted():
+    tier = FakeTier()
+    store, ledger = OffloadStore(tier), Ledger()
+    value = store.put(torch.ones(256, dtype=torch.uint8), ledger)
+    tier.gate.clear()
+    slow = store.put(torch.ones(256, dtype=torch.uint8), ledger)
+    assert value is not None and slow is not None
+    threading.Timer(0.05, tier.gate.set).start()
+    store.settle()
+    assert 0.04 < ledger.wait_seconds < 5.0 and ledger.num_offloaded == 2
+    assert ledger.copies == []  # this tier does not tell
+
+
+def test_recomputation_is_timed_once_and_without_its_waiting():
+    ledger = Ledger()
+    with ledger.recomputing():
+        time.sleep(0.02)
+        with ledger.recomputing(), ledger.waiting():  # what it takes was dropped too, and had been offloaded
+            time.sleep(0.1)
+    assert 0.1 <= ledger.wait_seconds < 2.0
+    assert 0.02 <= ledger.recompute_seconds < 0.1

@@ -12,7 +12,8 @@ import pytest
 from flex_trainer import bench
 from flex_trainer.bench import step, survive
 from flex_trainer.bench.child import varied_lengths
-from flex_trainer.bench.shapes import REFERENCE
+from flex_trainer.bench.peers import PEERS
+from flex_trainer.bench.shapes import REFERENCE, UNEQUAL_HEADS
 from flex_trainer.testing.processes import SubprocessResult, run_in_subprocess
 
 MIB = 2**20
@@ -39,21 +40,27 @@ class FakeRuns:
     def __init__(self, *, flex_dies: bool = False, flex_losses: tuple[float, ...] | None = None) -> None:
         self.flex_dies = flex_dies
         self.flex_losses = flex_losses
-        self.seconds = {"plain": 1.0, "checkpoint": 1.4, "flex": 1.1}
-        self.peaks = {"plain": 200 * MIB, "checkpoint": 100 * MIB, "flex": 150 * MIB}
+        self.seconds = {"plain": 1.0, "checkpoint": 1.4, "flex": 1.1, "every_second_layer": 1.2, "selective": 1.3}
+        self.peaks = dict.fromkeys(self.seconds, 150 * MIB) | {"plain": 200 * MIB, "checkpoint": 100 * MIB}
+        self.peer_losses: list[float] | None = None
 
     def __call__(self, shape: Any, lengths: list[int], *, side: str, **options: Any) -> SubprocessResult:
         capped = options.get("enforce_bytes") is not None
         if capped and (side == "plain" or self.flex_dies):
             error = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
             return SubprocessResult(None, 1, 0, error, "", "")
+        if side == "trl_offload":
+            return SubprocessResult({"unavailable": "it needs an accelerator"}, 0, 0, "", "", "")
         losses = [1.0 / (number + 1) for number in range(len(lengths))]
         if side == "flex" and self.flex_losses is not None:
             losses = list(self.flex_losses)[: len(lengths)]
+        if side == "selective" and self.peer_losses is not None:
+            losses = self.peer_losses
         seconds = self.seconds[side] if side != "flex" or capped else 1.0
         value = {
             "losses": losses,
             "seconds": [9.0, 9.0, *[seconds] * (len(lengths) - 2)],
+            "core_seconds": [9.0, 9.0, *[2 * seconds] * (len(lengths) - 2)],
             "peak_bytes": self.peaks[side],
             "records": [record(is_profile=number == 0) for number in range(len(lengths))],
         }
@@ -71,16 +78,27 @@ def test_figures_and_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["reference/cap_mib"] == 160.0  # 100 + 0.6 x (200 - 100)
     assert found["reference/cap_vs_plain_step_ratio"] == pytest.approx(1.1)
     assert found["reference/cap_vs_checkpoint_step_ratio"] == pytest.approx(1.1 / 1.4)
+    assert found["reference/ample_vs_plain_core_ratio"] == 1.0
     assert found["reference/freed_recompute_mib"] == 3.0
     assert found["reference/plan_share"] == pytest.approx(0.001)
     assert found["varied/use_of_limit_under_demand"] == pytest.approx(0.95)
-    assert meets == {"1": True, "2": True, "3": True, "4": True, "5": True}
+    assert found["reference/peer_selective_step_s"] == 1.3
+    assert found["reference/peer_every_second_layer_peak_mib"] == 150.0
+    assert found["reference/peer_trl_offload"] == "it needs an accelerator"
+    assert meets == {"1": True, "2": True, "3": True, "4": True, "5": True, "peers": True}
 
 
 def test_a_missed_bound_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = FakeRuns()
     runs.seconds["flex"] = 1.3
     assert figures(monkeypatch, runs)[1]["2"] is False
+
+
+def test_a_peer_that_trains_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = FakeRuns()
+    runs.peer_losses = [9.0]
+    found, meets = figures(monkeypatch, runs)
+    assert found["reference/peer_selective_losses_are_equal"] is False and meets["peers"] is False
 
 
 def test_other_losses_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +110,7 @@ def test_other_losses_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dying_at_the_cap_is_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     found, meets = figures(monkeypatch, FakeRuns(flex_dies=True))
     assert found["reference/flex_finishes_at_cap"] is False
-    assert meets == {"1": False, "2": False, "3": True, "4": False, "5": False}
+    assert meets == {"1": False, "2": False, "3": True, "4": False, "5": False, "peers": True}
     json.dumps(found)
 
 
@@ -107,6 +125,22 @@ def test_lengths_vary_eightfold_and_repeat() -> None:
 def test_an_unknown_benchmark_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no benchmark 'stap'; did you mean 'step'"):
         bench.run("stap")
+
+
+def test_every_peer_trains_or_says_why_not() -> None:
+    """In one process: each gives the plain run's losses, bit for bit."""
+    # fewer heads than in the benchmark, and queries wider than values, as there
+    config = {**UNEQUAL_HEADS.config, "num_hidden_layers": 2, "hidden_size": 32, "moe_intermediate_size": 16}
+    arguments = {"architecture": "deepseek_v3", "config": config, "batch_size": 1, "lengths": [16, 24]}
+    result = run_in_subprocess("tests.bench.peer_jobs:train_all", {"sides": list(PEERS), **arguments})
+    assert result.exit_code == 0, result.stderr
+    plain = result.value["plain"]["losses"]
+    assert all(4.0 < loss < 8.0 for loss in plain)
+    for name in PEERS:
+        if name == "trl_offload" and "unavailable" in result.value[name]:
+            assert "accelerator" in result.value[name]["unavailable"] or "imported" in result.value[name]["unavailable"]
+        else:
+            assert result.value[name]["losses"] == plain, name
 
 
 @pytest.mark.parametrize("side", ["plain", "flex"])

@@ -103,6 +103,8 @@ class TestWandb:
         unusual = {
             2: {"peak_bytes": 3 * GIB_BYTES, "is_spike": True, "demand_bytes": 5 * GIB_BYTES, "imbalance": 4.0},
             3: {"predicted_bytes": GIB_BYTES, "actual_bytes": GIB_BYTES * 4 // 5, "plan_ms": 2.0, "num_replans": 3},
+            4: {"predicted_step_ms": 120.0},
+            5: {"predicted_step_ms": 90.0, "plan_ms": 10.0},
             6: {"is_spike": True, "freed_bytes": {"recompute": GIB_BYTES, "offload": GIB_BYTES // 2}},
         }
         trainer = make_trainer(tmp_path, FakeRuntime(unusual), report_to=["wandb"])
@@ -125,6 +127,10 @@ class TestWandb:
         assert second["plan/replans"] == 3
         assert second["plan/prediction_error_percent"] == pytest.approx(25.0)
         assert second["plan/prediction_error_mean_percent"] == pytest.approx(12.5)
+        assert "time/predicted_step_ms" not in second and second["time/step_ms"] == 99.0
+        third = {name.removeprefix("train/flex/"): value for name, value in rows[2].items()}
+        assert (third["time/step_ms"], third["time/predicted_step_ms"]) == (95.0, 105.0)
+        assert (third["time/error_percent"], third["time/error_mean_percent"]) == (20.0, 10.0)
         assert second["spike/count"] == 1
         assert second["spike/over_limit_count"] == 1
         assert [row["train/flex/spike/total"] for row in rows] == [0, 1, 1, 2]

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flex_trainer.cost.compiled import CODES, CompiledSegment, structure_of
-from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.strategy import Site
+from flex_trainer.testing.cost_rules import evaluate
 from tests.planner.graphs import graphs
 
 NUM_CHOICES = 40
@@ -45,13 +45,15 @@ def reshaped(segment: Segment, draw: random.Random) -> Segment:
 def assert_equals_the_reference(segment: Segment, draw: random.Random, rates: Rates) -> None:
     codes = np.array([[draw.randrange(4) for _ in segment.operators] for _ in range(NUM_CHOICES)], dtype=np.int64)
     codes = codes.reshape(NUM_CHOICES, len(segment.operators))
-    costs = CompiledSegment(segment, rates).evaluate(codes)
+    compiled = CompiledSegment(segment, rates)
+    costs, transients = compiled.evaluate(codes), compiled.transient_bytes(codes)
     for number, row in enumerate(codes):
         expected = evaluate(segment, {index: CODES[code] for index, code in enumerate(row)}, rates)
         found = costs.one(number)
         assert found.added_seconds == pytest.approx(expected.added_seconds, abs=1e-12)
-        # Which part of the height is an estimate only the reference says.
-        same = {"added_seconds": 0.0, "transient_bytes": 0}
+        assert found.recompute_seconds == pytest.approx(expected.recompute_seconds, abs=1e-12)
+        assert abs(transients[number] - expected.transient_bytes) <= 1  # rounded up from sums in another order
+        same = {"added_seconds": 0.0, "recompute_seconds": 0.0, "transient_bytes": 0}
         assert replace(found, **same) == replace(expected, **same)
 
 
@@ -67,7 +69,11 @@ def test_equals_the_scalar_reference(graph: ActivationGraph, seed: int) -> None:
         segment = replace(segment, operators=shared)
         # The second time, the structure and most patterns are known already.
         assert_equals_the_reference(segment, draw, Rates())
-        rates = Rates(smallest_moved_bytes=20_000, transient_factor=draw.choice((0.75, 1.0, 1.5)))
+        rates = Rates(
+            smallest_moved_bytes=20_000,
+            recompute_factor=draw.choice((0.5, 1.0, 2.0)),
+            transient_factor=draw.choice((0.75, 1.0, 1.5)),
+        )
         assert_equals_the_reference(reshaped(segment, draw), draw, rates)
 
 

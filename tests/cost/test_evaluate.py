@@ -18,7 +18,6 @@ from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.scope import Scope
 from flex_trainer.cost.compiled import CompiledSegment
-from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
@@ -28,6 +27,7 @@ from flex_trainer.models.inputs import shape_of
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Site, Strategy
+from flex_trainer.testing.cost_rules import evaluate
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.planner.graphs import graphs, held_by_brute_force
 

@@ -17,7 +17,7 @@ UNIT = MicroBatchCost(10, 12, 15, forward_seconds=1.0, backward_seconds=2.0, bac
 def _most_in_flight(actions) -> int:
     live, most = set(), 0
     for action in actions:
-        key = (action.micro_batch, action.chunk)
+        key = (action.micro_batch, action.stage)
         if action.kind is F:
             live.add(key)
             most = max(most, len(live))
@@ -104,27 +104,29 @@ def test_gpipe_holds_all(num_stages: int, num_micro_batches: int):
 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(2, 3))
-def test_interleaving_shortens_the_bubble(num_stages: int, num_groups: int, num_chunks: int):
-    num_micro_batches = num_stages * num_groups
-    schedule = interleaved(num_stages, num_micro_batches, num_chunks)
+def test_interleaving_shortens_the_bubble(num_ranks: int, num_groups: int, num_virtual_stages: int):
+    num_micro_batches = num_ranks * num_groups
+    schedule = interleaved(num_ranks, num_micro_batches, num_virtual_stages)
     for rank, actions in enumerate(schedule):
-        expected = {(i, c * num_stages + rank) for i in range(num_micro_batches) for c in range(num_chunks)}
-        assert {(a.micro_batch, a.chunk) for a in actions if a.kind is F} == expected
-        ahead = min(2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages, num_micro_batches * num_chunks)
-        assert _most_in_flight(actions) == min(ahead + 1, num_micro_batches * num_chunks)
-    part = MicroBatchCost(10, 10, 10, 1.0 / num_chunks, 2.0 / num_chunks)
-    cost = iteration_cost(schedule, dict.fromkeys(range(num_stages * num_chunks), part))
-    plain = (num_micro_batches + num_stages - 1) * 3.0
-    ideal = num_micro_batches * 3.0 + (num_stages - 1) * 3.0 / num_chunks
+        expected = {(i, c * num_ranks + rank) for i in range(num_micro_batches) for c in range(num_virtual_stages)}
+        assert {(a.micro_batch, a.stage) for a in actions if a.kind is F} == expected
+        ahead = min(
+            2 * (num_ranks - rank - 1) + (num_virtual_stages - 1) * num_ranks, num_micro_batches * num_virtual_stages
+        )
+        assert _most_in_flight(actions) == min(ahead + 1, num_micro_batches * num_virtual_stages)
+    part = MicroBatchCost(10, 10, 10, 1.0 / num_virtual_stages, 2.0 / num_virtual_stages)
+    cost = iteration_cost(schedule, dict.fromkeys(range(num_ranks * num_virtual_stages), part))
+    plain = (num_micro_batches + num_ranks - 1) * 3.0
+    ideal = num_micro_batches * 3.0 + (num_ranks - 1) * 3.0 / num_virtual_stages
     assert ideal - 1e-9 <= cost.seconds < plain
 
 
 def test_mistakes_are_said():
-    with pytest.raises(UserError, match="no multiple of 4 stages"):
+    with pytest.raises(UserError, match="no multiple of 4 ranks"):
         interleaved(4, 6, 2)
     with pytest.raises(UserError, match="before the forward"):
         rank_peak(0, (Action(B, 0),), {0: UNIT}, RankBase())
-    with pytest.raises(UserError, match="waits at F0 of chunk 1"):
+    with pytest.raises(UserError, match="waits at F0 of stage 1"):
         iteration_cost(((Action(F, 0, 1),),), {0: UNIT, 1: UNIT})
     with pytest.raises(UserError, match="both must be at least 1"):
         gpipe(0, 3)

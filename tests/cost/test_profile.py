@@ -11,12 +11,12 @@ import torch
 
 from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace, Work
-from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.load import Load
 from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.strategy import Site
+from flex_trainer.testing.cost_rules import evaluate
 
 LAYER = Site("layers.0", "layer", 0, is_block=True, is_replayable=False)
 NORM = Site("layers.0.norm", "norm", 0)
@@ -272,3 +272,30 @@ def test_a_directory_in_place_of_the_file(tmp_path: Path) -> None:
         Profile.load(tmp_path, "model-a")
     with pytest.raises(ValueError, match=r"seed profile cannot be written"):
         observed((2, 20)).save(tmp_path, "model-a")
+
+
+def test_only_what_is_not_as_expected_is_observed() -> None:
+    profile = Profile()
+    for s in (20, 31, 48):
+        profile.observe(shape(2, s), trace(2, s), {})
+    known = trace(2, 20)
+    saved_bytes = sum(value.num_bytes for value in known.values if value.savers)
+
+    def is_as_expected(demand_bytes: int) -> bool:
+        return profile.is_as_expected(shape(2, 20), known, demand_bytes, {}, {EXPERTS.name: 80})
+
+    answers = [is_as_expected(saved_bytes) for _ in range(32)]
+    assert answers.count(False) == 5 and not any(answers[:3])  # the first three, then every 16th
+    assert not is_as_expected(saved_bytes + 1)
+    assert not profile.is_as_expected(shape(2, 20), trace(2, 20, num_chunks=2), saved_bytes, {}, {})
+    assert profile.pairs(shape(2, 20), EXPERTS.name) == 80  # noted without being observed
+
+
+def test_samples_and_shapes_are_bounded() -> None:
+    profile = Profile()
+    for s in range(1, 300):
+        profile.observe(shape(2, s), trace(2, s, seconds=1.0), {})
+        profile.observe(shape(2, s), trace(2, s + 1), {})  # never as predicted
+    [[structure]] = profile._structures.values()
+    assert len(structure._samples) <= 64
+    assert len(structure._value_scaling._shapes) <= 256

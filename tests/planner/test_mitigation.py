@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flex_trainer.cost.evaluate import evaluate
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.planner.mitigation import METHODS, MitigationPlanner
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Site, Strategy
+from flex_trainer.testing.cost_rules import evaluate
 from tests.planner.graphs import graphs
 
 RECOMPUTE, OFFLOAD, QUANTIZE = Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE
@@ -51,7 +51,7 @@ def test_plan_obeys_its_limits(graph: ActivationGraph, allowed: tuple[Strategy, 
     assert all(sites[name].is_replayable for name, s in plan.strategies.items() if s is RECOMPUTE)
     assert all(sites[name].kind != "router" for name, s in plan.strategies.items() if s is QUANTIZE)
     assert 0 <= plan.predicted_bytes <= plan.peak_bytes
-    again = planner(graph, allowed).weighed(plan.strategies)
+    again = planner(graph, allowed).evaluated(plan.strategies)
     assert (again.strategies, again.peak_bytes) == (plan.strategies, plan.peak_bytes)
     assert (again.predicted_bytes, again.added_seconds) == (plan.predicted_bytes, pytest.approx(plan.added_seconds))
     # What the plan says of itself is what its strategies cost, evaluated from nothing.

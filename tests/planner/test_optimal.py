@@ -9,13 +9,14 @@ from itertools import product
 import pytest
 
 from flex_trainer.bench.exact import solve
-from flex_trainer.cost.evaluate import SegmentCost, evaluate
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
 from flex_trainer.cost.roofline import Rates, Roofline
+from flex_trainer.cost.segment_cost import SegmentCost
 from flex_trainer.cost.timeline import GradientBytes, Timeline
 from flex_trainer.planner.mitigation import METHODS, MitigationPlanner
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Site, Strategy
+from flex_trainer.testing.cost_rules import evaluate
 
 RECOMPUTE, OFFLOAD, QUANTIZE = Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE
 UNIT_BYTES = 32 * 1024

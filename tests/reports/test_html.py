@@ -74,6 +74,7 @@ def test_the_page_has_the_run_in_it():
         "Memory timeline",
         "Activation memory",
         "Bytes freed",
+        "Time",
         "Tokens",
         "Imbalance",
         "Prediction error",

@@ -17,7 +17,7 @@ def run_records():
         make_record(1, peak_bytes=3 * GIB_BYTES, is_spike=True, freed_bytes={"recompute": 10, "offload": 5}),
         make_record(2, predicted_bytes=110, actual_bytes=100, predicted_peak_bytes=7, freed_bytes={"quantize": 3}),
         make_record(3, predicted_bytes=70, actual_bytes=100, freed_bytes={"recompute": 1}, is_spike=True),
-        make_record(4, step_ms=300.0),
+        make_record(4, step_ms=300.0, plan_ms=0.0, predicted_step_ms=330.0),
     ]
 
 
@@ -33,6 +33,7 @@ def test_each_number():
     assert summary.median_step_ms == 300.0
     # 0, 10, 30 and 0 percent; the profiling micro-batch has predicted nothing.
     assert summary.mean_prediction_error_percent == pytest.approx(10.0)
+    assert summary.mean_time_error_percent == pytest.approx(10.0)  # only the last micro-batch predicted its time
     assert summary.plan_percent == pytest.approx(100 * 5 / 1500)
 
 
@@ -53,6 +54,7 @@ def test_the_table_says_what_a_person_asks():
         "recomputed",
         "300.0 ms",
         "10.00%",
+        "mean error of predicted time",
         "0.33% of the step",
     ):
         assert part in text

@@ -54,6 +54,12 @@ def test_prediction_error_leaves_out_profiling():
     assert make_timeline(records).columns["error_percent"] == (0.0, pytest.approx(10.0))
 
 
+def test_times_of_a_group_are_the_largest():
+    records = [make_record(0, predicted_step_ms=90.0, plan_ms=5.0), make_record(1, step_ms=80.0)]
+    columns = make_timeline(records, max_points=1).columns
+    assert (columns["run_ms"], columns["predicted_step_ms"]) == ((95.0,), (90.0,))
+
+
 def test_no_points_is_refused():
     with pytest.raises(ValueError, match="max_points=0"):
         make_timeline([], max_points=0)

@@ -1,4 +1,4 @@
-"""The last touches to an assignment: single changes and exchanges of two, while any of them saves time.
+"""An assignment made better: single changes and exchanges of two, while any of them saves time.
 
 The dynamic programme of `assign.py` settles most layers of a deep model beforehand. What it leaves unused of the limit
 is often enough to take a mitigation back somewhere, or to pay for one that saves more elsewhere.
@@ -16,12 +16,12 @@ _NUM_TRIED = 8
 _TOLERANCE = 1e-12
 
 
-def polished(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
+def improved(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
     """The assignment, or one that adds less time; its peaks are under their caps too."""
-    return _Polish(problem, assignment.choices).run()
+    return _Improvement(problem, assignment.choices).run()
 
 
-class _Polish:
+class _Improvement:
     """An assignment and all changes of one segment's choice.
 
     Segments are in stack order here: the outside first, then the layers.

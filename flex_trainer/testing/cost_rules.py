@@ -1,4 +1,4 @@
-"""What a choice of strategies costs in one segment: bytes held, seconds added, bytes on top in forward and backward.
+"""The cost rules once more, value by value in plain Python: what tests compare `cost/compiled.py` with.
 
 The rules are those of the engine (activations/scope.py), applied to data instead of tensors:
 - a value is governed by the operator that made it;
@@ -9,63 +9,38 @@ The rules are those of the engine (activations/scope.py), applied to data instea
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flex_trainer.cost.graph import Operator, Segment
+from flex_trainer.cost.graph import Segment
 from flex_trainer.cost.roofline import Rates
+from flex_trainer.cost.segment_cost import (
+    SegmentCost,
+    backward_transients,
+    ceil_bytes,
+    forward_transients,
+    unpaid_operators,
+)
+from flex_trainer.cost.uses import Uses, find_uses
 from flex_trainer.strategy import Strategy
-
-_INPUT_SAVERS = frozenset({"linear", "lm_head", "expert_up", "expert_down"})
-"""Kinds that save only inputs, before they compute: a replay that stops there does not pay for them."""
-
-
-@dataclass(frozen=True)
-class SegmentCost:
-    """One segment under one choice of strategies."""
-
-    held_bytes: int
-    """Held from forward until the segment's backward."""
-    added_seconds: float
-    """Time that the mitigations add to the step."""
-    backward_bytes: int
-    """The most needed on top of what is held, at any time in the segment's backward: recovered values, gradients and
-    workspace, less what has been let go of by then."""
-    forward_bytes: int
-    """The same while an operator runs forward, over the stack with all of the segment in it: values that will be
-    dropped or moved, and workspace."""
-    transient_bytes: int = 0
-    """The part of the larger of the two that is an estimate: `Rates.transient_factor` is in it."""
-    offloaded_bytes: int = 0
-    """In the lower tier until backward."""
-    shared: frozenset[int] = frozenset()
-    """Values outside of the layers that replays here need: indices into `ActivationGraph.shared_bytes`."""
-
-    @property
-    def on_top_bytes(self) -> int:
-        """Forward or backward, whichever needs more."""
-        return max(self.backward_bytes, self.forward_bytes)
 
 
 def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates) -> SegmentCost:
-    """Cost of a segment; `strategies` maps operator indices to mitigations (absent: keep).
-
-    This is the reference for what a choice means. `cost/compiled.py` computes the same for many choices at once.
-    """
+    """Cost of a segment; `strategies` maps operator indices to mitigations (absent: keep)."""
+    uses = find_uses(segment)
     regions = _regions(segment, strategies)
     replays = _replays(segment, regions)
-    fates = [_fate(segment, index, strategies, regions, replays, rates) for index in range(len(segment.values))]
+    outcomes = [_outcome(segment, index, strategies, regions, replays, rates) for index in range(len(segment.values))]
 
     held_bytes = offloaded_bytes = 0
-    added_seconds = _replay_seconds(segment, replays, rates)
-    for value, fate in zip(segment.values, fates, strict=True):
-        held_bytes += fate.held_bytes
-        if fate.moved is not None:
-            added_seconds += rates.moved(fate.moved, value.num_bytes)
-            offloaded_bytes += value.num_bytes if fate.moved is Strategy.OFFLOAD else 0
-    backward = _in_backward(segment, fates, rates.transient_factor)
-    forward = _in_forward(segment, fates, rates.transient_factor)
+    added_seconds = recompute_seconds = _replay_seconds(segment, replays, rates)
+    for value, outcome in zip(segment.values, outcomes, strict=True):
+        held_bytes += outcome.held_bytes
+        if outcome.moved is not None:
+            added_seconds += rates.moved(outcome.moved, value.num_bytes)
+            offloaded_bytes += value.num_bytes if outcome.moved is Strategy.OFFLOAD else 0
+    backward = _in_backward(segment, uses, outcomes, rates.transient_factor)
+    forward = _in_forward(segment, uses, outcomes, rates.transient_factor)
     return SegmentCost(
         held_bytes=held_bytes,
         added_seconds=added_seconds,
@@ -73,6 +48,7 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
         forward_bytes=forward.num_bytes,
         transient_bytes=max(backward, forward, key=lambda point: point.num_bytes).transient_bytes,
         offloaded_bytes=offloaded_bytes,
+        recompute_seconds=recompute_seconds,
         shared=frozenset(value for region in replays.live for value in segment.operators[region].shared_inputs),
     )
 
@@ -87,7 +63,7 @@ class _Replays:
     live: list[int]
     """Regions that are replayed."""
     output_is_needed: set[int]
-    """Regions of which somebody outside needs a value: their replay runs to the end."""
+    """Regions of which a value is needed outside: their replay runs to the end."""
     last_saver: dict[int, int]
     """By region: the last operator inside that saves what the region made."""
 
@@ -121,57 +97,48 @@ def _replays(segment: Segment, regions: list[int]) -> _Replays:
 
 
 @dataclass(frozen=True)
-class _Fate:
+class _Outcome:
     """What becomes of one value."""
 
     held_bytes: int = 0
     """Bytes of it that are held until backward."""
     moved: Strategy | None = None
-    """It is offloaded or quantised."""
+    """It is offloaded or quantized."""
     region: int = -1
     """It is dropped, and this region's replay brings it back."""
 
 
-def _fate(
+def _outcome(
     segment: Segment,
     index: int,
     strategies: Mapping[int, Strategy],
     regions: list[int],
     replays: _Replays,
     rates: Rates,
-) -> _Fate:
+) -> _Outcome:
     value = segment.values[index]
     region = _region_of(regions, value.owner)
     if region >= 0:
-        return _Fate(region=region) if replays.needed[index] or value.savers else _Fate()
+        return _Outcome(region=region) if replays.needed[index] or value.savers else _Outcome()
     if not replays.needed[index]:
-        return _Fate()
+        return _Outcome()
     strategy = strategies.get(value.owner, Strategy.KEEP)
     if rates.moves(strategy, value):
-        return _Fate(rates.left_bytes(strategy, value), strategy)
-    return _Fate(value.num_bytes)
+        return _Outcome(rates.left_bytes(strategy, value), strategy)
+    return _Outcome(value.num_bytes)
 
 
 def _replay_seconds(segment: Segment, replays: _Replays, rates: Rates) -> float:
     seconds = 0.0
     for region in replays.live:
         operator = segment.operators[region]
-        seconds += rates.replay_overhead_seconds + operator.seconds
+        forward_seconds = operator.seconds
         if operator.site.is_block and region not in replays.output_is_needed:
             unpaid = unpaid_operators(segment.operators, region, replays.last_saver[region])
             # Times are measured one by one: those inside may come out longer than the block's.
-            seconds -= min(sum(segment.operators[index].seconds for index in unpaid), operator.seconds)
+            forward_seconds -= min(sum(segment.operators[index].seconds for index in unpaid), operator.seconds)
+        seconds += rates.replay_overhead_seconds + rates.recompute_factor * forward_seconds
     return seconds
-
-
-def unpaid_operators(operators: tuple[Operator, ...], region: int, last_saver: int) -> list[int]:
-    """Operators inside a block that its replay never reaches: it stops once all that was saved inside is there."""
-    return [
-        index
-        for index, operator in enumerate(operators[region + 1 :], start=region + 1)
-        if operator.parent == region
-        and (index > last_saver or (index == last_saver and operator.site.kind in _INPUT_SAVERS))
-    ]
 
 
 # Step 3: what comes on top while operators run
@@ -183,27 +150,27 @@ class _Highest:
     transient_bytes: int
 
 
-def _in_backward(segment: Segment, fates: list[_Fate], factor: float) -> _Highest:
+def _in_backward(segment: Segment, uses: Uses, outcomes: list[_Outcome], factor: float) -> _Highest:
     """The highest point of the segment's backward."""
     there, gone = _Spans(segment), _Spans(segment)
-    for index, (value, fate) in enumerate(zip(segment.values, fates, strict=True)):
-        first = segment.uses.first[index]
-        gone.add(0, first - 1, fate.held_bytes)
-        if fate.region >= 0 or fate.moved is not None:
-            since = segment.uses.replay_at[fate.region] if fate.region >= 0 else segment.uses.last[index]
+    for index, (value, outcome) in enumerate(zip(segment.values, outcomes, strict=True)):
+        first = uses.first[index]
+        gone.add(0, first - 1, outcome.held_bytes)
+        if outcome.region >= 0 or outcome.moved is not None:
+            since = uses.replay_at[outcome.region] if outcome.region >= 0 else uses.last[index]
             there.add(min(first, since), since, value.num_bytes)
     return _highest(backward_transients(segment), there, gone, factor)
 
 
-def _in_forward(segment: Segment, fates: list[_Fate], factor: float) -> _Highest:
+def _in_forward(segment: Segment, uses: Uses, outcomes: list[_Outcome], factor: float) -> _Highest:
     """The highest point of the segment's forward, over the stack with all of the segment in it."""
     there, gone = _Spans(segment), _Spans(segment)
-    for index, (value, fate) in enumerate(zip(segment.values, fates, strict=True)):
+    for index, (value, outcome) in enumerate(zip(segment.values, outcomes, strict=True)):
         if value.owner < 0:
             continue
-        gone.add(0, value.owner - 1, fate.held_bytes)
-        if fate.region >= 0 or fate.moved is not None:
-            there.add(value.owner, segment.uses.last_forward[index], value.num_bytes)
+        gone.add(0, value.owner - 1, outcome.held_bytes)
+        if outcome.region >= 0 or outcome.moved is not None:
+            there.add(value.owner, uses.last_forward[index], value.num_bytes)
     return _highest(forward_transients(segment), there, gone, factor)
 
 
@@ -232,36 +199,6 @@ def _highest(transients: Sequence[int | None], there: _Spans, gone: _Spans, fact
         if transient_bytes - free > highest.num_bytes:
             highest = _Highest(ceil_bytes(transient_bytes - free), ceil_bytes(transient_bytes))
     return highest
-
-
-def ceil_bytes(num_bytes: float) -> int:
-    """Whole bytes; what is a fraction only because of how floats are added is not rounded up."""
-    return math.ceil(num_bytes - 1e-3)
-
-
-def backward_transients(segment: Segment) -> list[int | None]:
-    """By operator: bytes on top of what is held and recovered in its backward; None: no point worth looking at.
-
-    Known from a symbolic trace, or estimated: the gradients of what goes in and out, and, where an operator is made of
-    several (attention as plain matrix products), the gradient of its largest internal value and a copy on its way.
-    """
-    internal_bytes = [0] * len(segment.operators)
-    for value in segment.values:
-        if value.owner >= 0 and value.owner in value.savers:
-            internal_bytes[value.owner] = max(internal_bytes[value.owner], value.num_bytes)
-    transients: list[int | None] = []
-    for operator, internal in zip(segment.operators, internal_bytes, strict=True):
-        if operator.backward_transient_bytes is not None:
-            transients.append(operator.backward_transient_bytes)
-        else:
-            around_bytes = operator.input_bytes + operator.output_bytes + 2 * internal
-            transients.append(None if operator.site.is_block else around_bytes)
-    return transients
-
-
-def forward_transients(segment: Segment) -> list[int]:
-    """By operator: bytes on top in its forward, of what nobody saves; 0 where no trace has told them."""
-    return [operator.forward_transient_bytes or 0 for operator in segment.operators]
 
 
 # Places
