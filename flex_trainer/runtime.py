@@ -46,7 +46,7 @@ from flex_trainer.compat import current_backward
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.errors import UserError
-from flex_trainer.memory.enforce import return_freed_memory
+from flex_trainer.memory.enforce import hold_memory_returned, trim_freed_memory
 from flex_trainer.memory.meter import MemoryMeter, meter_for
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
 from flex_trainer.models.instrument import Instrumentation
@@ -213,6 +213,8 @@ class FlexRuntime(RunView):
             enter = functools.partial(self._entered, one)
             undo.append(Instrumentation(model, managed.map, listener, enter).remove)
             undo.append(self._wrap_forward(one))
+            if managed.device.type == "cpu" and self.config.strategies:
+                undo.append(hold_memory_returned())
         except BaseException:
             _undo_all(undo)
             raise
@@ -221,8 +223,6 @@ class FlexRuntime(RunView):
         books.gathered_bytes = sum(each.managed.gathered_bytes for each in self._parts.values())
         self.model_name = ", ".join(dict.fromkeys(type(each).__name__ for each in self.models))
         self.device_name = str(managed.device)
-        if managed.device.type == "cpu" and self.config.strategies:
-            return_freed_memory()
 
     def _books_for(self, device: torch.device) -> DeviceBooks:
         if self._books is not None and self._books.device == device:
@@ -468,7 +468,7 @@ class FlexRuntime(RunView):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            return_freed_memory()
+            trim_freed_memory()
 
 
 def _undo_all(undo: list[Callable[[], None]]) -> None:
