@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,17 @@ def managing_scope() -> Scope | None:
     """The current scope, unless somebody else's hooks for saved tensors are above its own: None then too."""
     scope = current_scope()
     return scope if scope is None or scope.is_on_top() else None
+
+
+def warn_of_other_hooks(hook: Callable[..., object], operator: str) -> None:
+    """Say that `hook` gets what is saved inside an operator."""
+    warnings.warn(
+        f"Inside {operator}, saved tensors go to hooks that are not FlexTrainer's "
+        f"({getattr(hook, '__module__', type(hook).__module__)}: torch.utils.checkpoint in a forward, save_on_cpu, "
+        "another activation offloading). Operators there run as they are, and what they hold is not in the plan. Leave "
+        "that out to have them managed.",
+        stacklevel=3,
+    )
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class FirstParameters:
         return guards
 
     def _trained_in_first_run(self, found: list[torch.Tensor]) -> list[bool]:
-        """Which parameters were trained: by parameter where they are the same ones, else in order (FSDP2 has others)."""
+        """Which parameters were trained: by parameter where they are the same ones, else in order (as under FSDP2)."""
         by_parameter = {id(one.parameter): one.is_trained for one in self._first}
         has_all = len(found) == len(self._first)
         in_order = [one.is_trained for one in self._first] if has_all else [p.requires_grad for p in found]

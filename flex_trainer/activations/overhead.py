@@ -21,11 +21,12 @@ _NUM_ROUNDS = 5
 _WIDTH = 8
 
 
-def replay_overhead_seconds(device: torch.device) -> float:
+def replay_overhead_seconds(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     """Host seconds of one recomputed region, first run and replay, on top of its kernels' launches: the median of a few
     rounds over a chain of small modules (some milliseconds in all).
 
-    Kernels of both sides are the same, so on CUDA the difference of times on the host is what is asked for.
+    Kernels of both sides are the same, so on CUDA the difference of times on the host is what is asked for. `clock`:
+    in seconds; that of the process where others take the machine's time.
     """
     # In isolation: nothing here may move what a run draws, or be seen by a scope of the caller.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -33,8 +34,8 @@ def replay_overhead_seconds(device: torch.device) -> float:
     x = torch.zeros(1, _WIDTH, device=device).requires_grad_()
     differences = []
     for number in range(_NUM_ROUNDS + 1):
-        plain = _seconds(modules, x, None)
-        recomputed = _seconds(modules, x, Strategy.RECOMPUTE)
+        plain = _seconds(modules, x, None, clock)
+        recomputed = _seconds(modules, x, Strategy.RECOMPUTE, clock)
         if number:  # the first use of a path is never typical
             # A replay runs the operator's forward once more: launches that the cost model counts as the operator's own.
             forward, both = plain
@@ -50,9 +51,11 @@ class _Everywhere:
         return self._strategy
 
 
-def _seconds(modules: list[nn.Sequential], x: torch.Tensor, strategy: Strategy | None) -> tuple[float, float]:
+def _seconds(
+    modules: list[nn.Sequential], x: torch.Tensor, strategy: Strategy | None, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Of forward, and of forward and backward."""
-    start = time.perf_counter()
+    start = clock()
     with torch.enable_grad():
         if strategy is None:
             loss = _chain(modules, x, lambda number, module, h: module(h))
@@ -63,9 +66,9 @@ def _seconds(modules: list[nn.Sequential], x: torch.Tensor, strategy: Strategy |
             scope = Scope(_Everywhere(strategy), Ledger(), parameters=parameters, modules=named)
             with scope.open():
                 loss = _chain(modules, x, lambda number, module, h: scope.run(sites[number], module, h))
-    middle = time.perf_counter()
+    middle = clock()
     torch.autograd.grad(loss, x)
-    return middle - start, time.perf_counter() - start
+    return middle - start, clock() - start
 
 
 def _chain(

@@ -26,7 +26,7 @@ from flex_trainer.activations.context import ExecutionState, no_scope
 from flex_trainer.activations.first_parameters import parts_of
 from flex_trainer.activations.hooks import InnerHooks
 from flex_trainer.activations.identity import is_plain, storage_key
-from flex_trainer.activations.leaves import leaves_of, mapped
+from flex_trainer.activations.leaves import leaves_of, mapped, tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.made_weights import MadeWeights
 from flex_trainer.activations.module_state import ModuleState
@@ -87,18 +87,27 @@ class Region:
         self._inner: dict[int, weakref.ref[Slot]] = {}
         self._outputs: dict[int, weakref.ref[Slot]] = {}
 
-    def first_run(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
-        """A context for the first run. `num_saved`: how many tensors the region has saved so far."""
-        return _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.first_run(num_saved)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_saved: Callable[[], int]) -> Any:
+        """The first run. `num_saved`: how many tensors the region has saved so far.
 
-    def note_first_run(self) -> None:
-        """The first run has ended."""
+        Raises:
+            RuntimeError: the operator changes one of its inputs.
+        """
+        inputs = [(tensor, tensor._version) for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
+        with _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.first_run(num_saved):
+            result = self._function(*args, **kwargs)
         if self._module_state is not None:
             self._module_state.note_first_run()
         if self._made is not None:
             is_read = self._made.note_first_run()
             self._made_leaves = [leaf for leaf, read in zip(self._made_leaves, is_read, strict=True) if read]
         self.given.clear()
+        if any(tensor._version != version for tensor, version in inputs):
+            raise RuntimeError(
+                f"{self.name} changes one of its inputs in place, so it cannot be run a second time in backward. Use "
+                "the out-of-place form of that operation, or leave 'recompute' out of strategies."
+            )
+        return result
 
     def inner_slot(self, number: int) -> Slot:
         """A slot for the `number`-th tensor that the region saves."""

@@ -15,21 +15,22 @@ begins to mitigate in mid-forward.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from flex_trainer.activations.choices import Choices
 from flex_trainer.activations.clock import Clock, HostClock
 from flex_trainer.activations.collector import collector_paused
-from flex_trainer.activations.context import current_scope, scope_is
+from flex_trainer.activations.context import current_scope, scope_is, warn_of_other_hooks
+from flex_trainer.activations.demand import Demand
 from flex_trainer.activations.entry import Entry, keeps_nothing
-from flex_trainer.activations.identity import StorageTable, is_plain, storage_key
+from flex_trainer.activations.identity import StorageTable, is_plain
 from flex_trainer.activations.known import KnownForward, KnownHolding
 from flex_trainer.activations.leaves import leaves_of, tensors_of
 from flex_trainer.activations.ledger import Ledger
@@ -37,6 +38,7 @@ from flex_trainer.activations.mitigation import Mitigation
 from flex_trainer.activations.offload import OffloadStore
 from flex_trainer.activations.place import OUTSIDE, Whereabouts
 from flex_trainer.activations.quantize import NonFinite
+from flex_trainer.activations.referred import ReferredStorages
 from flex_trainer.activations.region import Region
 from flex_trainer.activations.residency import Residency
 from flex_trainer.activations.storage_layout import StorageLayout
@@ -51,15 +53,10 @@ from flex_trainer.activations.values import (
     PackedStored,
     StoredValue,
     alive,
+    detached,
 )
 from flex_trainer.compat import current_backward, top_pack_hook
 from flex_trainer.strategy import LEAST_MOVED_BYTES, Site, Strategy
-
-
-class Choices(Protocol):
-    """Where a scope reads strategies from; they may change while forward runs."""
-
-    def strategy(self, site: Site) -> Strategy: ...
 
 
 class Scope:
@@ -88,9 +85,10 @@ class Scope:
         what a replay has to restore and check. `on_memory` is called at points where memory in use is worth sampling:
         operator boundaries in forward, values coming back in backward. `whereabouts` is kept up to date, so that an
         error can name the operator. `on_backward` is called with the number of each backward (see
-        `compat.current_backward`) that begins to ask for values. `known`: see there. `non_finite`: what earlier micro-batches have found, which this one adds
-        to."""
+        `compat.current_backward`) that begins to ask for values. `non_finite`: what earlier micro-batches have found,
+        which this one adds to."""
         self.ledger = ledger
+        self._demand = Demand(ledger)
         self._trace = Trace()
         self._marks: list[tuple[int, Any, Any]] = []  # (call, start, end): times not read yet
         self._on_backward = on_backward
@@ -115,8 +113,7 @@ class Scope:
         self._has_sentinel = False
         self._is_bare = False  # open without hooks outside of operators
         self._parameter_tensors = parameters
-        self._parameters: set[int] = set()
-        self._device: torch.device | None = None  # of the first parameter
+        self._referred = ReferredStorages()
         self._table: StorageTable[Entry] = StorageTable()
         self._running: list[Site] = []  # operators that are running, innermost last; after an error, where it came from
         self._stack: list[int] = []  # their calls,
@@ -124,7 +121,6 @@ class Scope:
         self._region: Region | None = None  # the region that is running, if any,
         self._region_call = -1  # and its call
         self._num_packs = 0  # in the running region
-        self._fresh: list[Entry] = []  # counted since the last sweep
         self._has_warned = False
 
     @contextmanager
@@ -147,9 +143,9 @@ class Scope:
         known = self.known
         if known is not None:
             self._holding = KnownHolding(known, self.ledger)
-        elif not self._parameters:
-            self._find_parameters()
-        unpack = self._unpacker() if self._unpacker is not None else None
+        elif not self._referred.is_known:
+            self._referred.find(self._parameter_tensors)
+        unpack = alive(self._unpacker)
         if unpack is None:
             unpack = functools.partial(self._unpack)
             self._unpacker = weakref.ref(unpack)
@@ -177,7 +173,7 @@ class Scope:
     def holds_values(self) -> bool:
         """Whether autograd holds anything that was saved here: each saved tensor that is looked at holds the hook that
         unpacks it."""
-        return self._unpacker is not None and self._unpacker() is not None
+        return alive(self._unpacker) is not None
 
     @property
     def is_watching(self) -> bool:
@@ -192,15 +188,9 @@ class Scope:
         self.known = None
         if self._holding is None:
             return  # not open yet
-        self._find_parameters()
+        self._referred.find(self._parameter_tensors)
         if self._running:
             self._holding.end_layer(max(site.layer for site in self._running))
-
-    def _find_parameters(self) -> None:
-        parameters = list(self._parameter_tensors)
-        # Tensors on other devices (a few numbers on the host, shapes on meta) are left alone: they take no room here.
-        self._device = parameters[0].device if parameters else None
-        self._parameters.update(storage_key(p) for p in parameters if is_plain(p))
 
     @property
     def trace(self) -> Trace:
@@ -234,8 +224,7 @@ class Scope:
         current scope (in a replay, for one), or where somebody else packs what is saved."""
         if current_scope() is not self or not self.is_on_top():
             return function(*args, **kwargs)
-        running = self._running
-        depth = len(running)
+        depth = len(running := self._running)
         running.append(site)
         self._whereabouts.phase = "forward"
         if self.known is not None:
@@ -257,7 +246,7 @@ class Scope:
         self, site: Site, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self._residency is not None:
-            self._parameters.update(storage_key(weight) for weight in self._residency.weights(site.name))
+            self._referred.add(self._residency.weights(site.name))
         call = CallTrace(site, self._stack[-1] if self._stack else -1)
         for tensor in tensors_of(args, kwargs):
             entry = self._entry(tensor)
@@ -296,13 +285,7 @@ class Scope:
             return True
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"Inside {self._name()}, saved tensors go to hooks that are not FlexTrainer's "
-                f"({getattr(hook, '__module__', type(hook).__module__)}: torch.utils.checkpoint in a forward, "
-                "save_on_cpu, another activation offloading). Operators there run as they are, and what they hold is "
-                "not in the plan. Leave that out to have them managed.",
-                stacklevel=2,
-            )
+            warn_of_other_hooks(hook, self._name())
         return False
 
     def _strategy_now(self, site: Site, chosen: Strategy) -> Strategy:
@@ -319,16 +302,8 @@ class Scope:
         region = Region(name, function, args, kwargs, self._pack_input, self.ledger, module)
         self._region, self._region_call = region, index
         self._num_packs = 0
-        inputs = [(tensor, tensor._version) for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
-        with saved_tensors_hooks(self._pack_inner, self._unpack_hook()), region.first_run(lambda: self._num_packs):
-            result = function(*args, **kwargs)
-        region.note_first_run()
-        if any(tensor._version != version for tensor, version in inputs):
-            raise RuntimeError(
-                f"{name} changes one of its inputs in place, so it cannot be run a second time in backward. Use the "
-                "out-of-place form of that operation, or leave 'recompute' out of strategies."
-            )
-        return result, region
+        with saved_tensors_hooks(self._pack_inner, self._unpack_hook()):
+            return region.run(args, kwargs, lambda: self._num_packs), region
 
     def _note_outputs(self, index: int, strategy: Strategy, result: Any, region: Region | None) -> None:
         call = self._trace.calls[index]
@@ -336,24 +311,17 @@ class Scope:
             if not isinstance(leaf, torch.Tensor) or not is_plain(leaf):
                 continue
             storage = leaf.untyped_storage()
-            if storage._cdata in self._parameters:
-                continue
             entry = self._table.get(storage)
             if entry is None:
-                if self._is_elsewhere(leaf):
+                if self._referred.has(leaf, storage):
                     continue
                 entry = self._new_entry(leaf, storage, index, strategy)
-            elif entry.owner != index and not self._is_inside(entry.owner, index):
+            elif entry.owner != index and not self._trace.is_inside(entry.owner, index):
                 continue  # an input handed through: its producer governs it
             call.output_bytes += entry.num_bytes
             if region is not None and entry.region is None and entry.holding is None:
                 entry.region, entry.version = (region, number), leaf._version
                 self._table.watch(storage)
-
-    def _is_inside(self, inner: int, outer: int) -> bool:
-        while inner > outer:
-            inner = self._trace.calls[inner].parent
-        return inner == outer
 
     def sweep(self) -> None:
         """Forget dead storages (called when a layer ends), and savers on branches of the graph that died in forward,
@@ -363,15 +331,7 @@ class Scope:
                 self._holding.end_layer(self._unwatched[-1].layer)
             self._on_memory()
             return
-        for entry in self._fresh:
-            if not entry.is_pinned:
-                value = self._trace.values[entry.value]
-                value.savers.clear()
-                entry.is_counted = False
-                self.ledger.demand(-value.num_bytes)
-                self.ledger.freed("recompute", -entry.dropped_bytes)
-                entry.dropped_bytes = 0
-        self._fresh.clear()
+        self._demand.sweep(self._trace.values)
         self._table.sweep(keeps_nothing)
 
     # Packing
@@ -396,17 +356,17 @@ class Scope:
         storage = tensor.untyped_storage()
         entry = self._table.get(storage)
         if entry is None:
-            if storage._cdata in self._parameters or self._is_elsewhere(tensor):
+            if self._referred.has(tensor, storage):
                 return self._refer(tensor)
             entry = self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
         else:
             self._note_change(entry, tensor)
             is_given = bool(region.given) and storage._cdata in region.given
-            if is_given or not self._is_inside(entry.owner, self._region_call):
+            if is_given or not self._trace.is_inside(entry.owner, self._region_call):
                 self._count(entry)
                 return self._hold(entry, tensor)  # an input of the region, or a value from before it
         if not entry.is_counted:
-            self._drop(entry)
+            self._demand.drop(entry)
         self._count(entry)
         slot = region.inner_slot(number)
         entry.pin(weakref.ref(slot))
@@ -424,7 +384,7 @@ class Scope:
         """Where nothing is looked at: keep the tensor, and with it the account of the whole forward."""
         self._has_sentinel = True
         assert self._holding is not None
-        return PackedKept(_detached(tensor), self._holding, self._running[-1].name if self._running else OUTSIDE)
+        return PackedKept(detached(tensor), self._holding, self._name())
 
     def _refer(self, tensor: torch.Tensor) -> PackedReference:
         """The packed form of a parameter, or of a tensor of a kind that is left alone."""
@@ -433,11 +393,11 @@ class Scope:
 
     def _reference(self, tensor: torch.Tensor) -> PackedReference:
         # A parameter has no graph to keep alive, and kernels may look for attributes on it.
-        return PackedReference(tensor if type(tensor) is nn.Parameter else _detached(tensor), self._name())
+        return PackedReference(tensor if type(tensor) is nn.Parameter else detached(tensor), self._name())
 
     def _unpack_hook(self) -> Callable[[Packed], torch.Tensor]:
         """The hook that brings values back; alive while the scope is open, and then as long as autograd holds any."""
-        unpack = self._unpacker() if self._unpacker is not None else None
+        unpack = alive(self._unpacker)
         assert unpack is not None, "while the scope is open"
         return unpack
 
@@ -475,7 +435,7 @@ class Scope:
             holding = Holding(self.ledger, entry.num_bytes)
             entry.holding = weakref.ref(holding)
             entry.pin(entry.holding)
-        return PackedKept(_detached(tensor), holding, name)
+        return PackedKept(detached(tensor), holding, name)
 
     def _put(self, entry: Entry, tensor: torch.Tensor, name: str) -> StoredValue | None:
         number = entry.value - (self._first_values[entry.owner] if entry.owner >= 0 else 0)
@@ -488,11 +448,9 @@ class Scope:
         if not value.savers or value.savers[-1] != saver:
             value.savers.append(saver)
         if not entry.is_counted:
-            entry.is_counted = True
-            self._fresh.append(entry)
-            self.ledger.demand(entry.num_bytes)
+            self._demand.count(entry)
             if entry.region is not None and self._is_whole(entry.region[0]):
-                self._drop(entry)
+                self._demand.drop(entry)
 
     def _note_change(self, entry: Entry, tensor: torch.Tensor) -> None:
         """A storage that was changed in place since it was made (noise multiplied into a norm's output) is what the
@@ -506,17 +464,12 @@ class Scope:
         entry.strategy = self._between[at] if at >= 0 else Strategy.KEEP
         entry.version = tensor._version
         entry.region = entry.stored = None
-        self.ledger.freed("recompute", -entry.dropped_bytes)
-        entry.dropped_bytes = 0
+        self._demand.keep(entry)
         self._trace.values[entry.value].owner = entry.owner
 
     def _is_whole(self, region: Region) -> bool:
         """Whether a region can be run again in the backward of whoever saves one of its outputs now."""
         return self._residency is None or self._residency.is_whole(region.name, self._name())
-
-    def _drop(self, entry: Entry) -> None:
-        entry.dropped_bytes = entry.num_bytes
-        self.ledger.freed("recompute", entry.dropped_bytes)
 
     # Identity
 
@@ -528,14 +481,11 @@ class Scope:
         entry = self._table.get(storage)
         if entry is not None:
             return entry
-        if storage._cdata in self._parameters or self._is_elsewhere(tensor):
+        if self._referred.has(tensor, storage):
             return None
         if not self._stack:
             return self._new_entry(tensor, storage, -1, Strategy.KEEP)
         return self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
-
-    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
-        return self._device is not None and tensor.device != self._device
 
     def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> Entry:
         num_bytes = storage.nbytes()
@@ -548,8 +498,3 @@ class Scope:
 
     def _owner_name(self, entry: Entry) -> str:
         return self._trace.calls[entry.owner].site.name if entry.owner >= 0 else OUTSIDE
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph; autograd hands most over in that form already."""
-    return tensor.detach() if tensor.requires_grad else tensor

@@ -73,3 +73,9 @@ class Trace:
     values: list[ValueTrace] = field(default_factory=list)
     is_symbolic: bool = False
     """Made on shapes alone: sizes and work are right, and the seconds are at best an estimate."""
+
+    def is_inside(self, inner: int, outer: int) -> bool:
+        """Whether call `inner` is `outer`, or ran inside of it."""
+        while inner > outer:
+            inner = self.calls[inner].parent
+        return inner == outer

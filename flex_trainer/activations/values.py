@@ -188,6 +188,11 @@ def alive(reference: weakref.ref | None):
     return None if reference is None else reference()
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph; autograd hands most over in that form already."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def _check_version(tensor: torch.Tensor, version: int, name: str) -> None:
     if tensor._version != version:
         raise RuntimeError(

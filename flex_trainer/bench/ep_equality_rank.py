@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from flex_trainer.activations.scope import Choices
+from flex_trainer.activations.choices import Choices
 from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model
 from flex_trainer.config import FlexConfig
 from flex_trainer.models.sharding import gathered_bytes

@@ -51,7 +51,8 @@ BOUNDS = {
 ARCHITECTURES = ("deepseek_v3", "qwen3_moe")
 _DEPTH, _QUICK_DEPTH = 60, 4
 _ROUNDS, _QUICK_ROUNDS = 15, 2
-_WARM_UP_ROUNDS = 3
+_WARM_UP_ROUNDS, _QUICK_WARM_UP_ROUNDS = 20, 3
+"""Until it has settled which micro-batches are watched."""
 _BATCH_SIZE, _LENGTH = 1, 8
 
 
@@ -100,6 +101,7 @@ class _Seconds:
 
 def _phases(architecture: str, is_quick: bool, is_collecting: bool) -> dict[str, float]:
     num_layers, num_rounds = (_QUICK_DEPTH, _QUICK_ROUNDS) if is_quick else (_DEPTH, _ROUNDS)
+    num_warm_up_rounds = _QUICK_WARM_UP_ROUNDS if is_quick else _WARM_UP_ROUNDS
     plain = tiny_model(architecture, num_hidden_layers=num_layers)
     batch = tiny_batch(plain, _BATCH_SIZE, _LENGTH)
     kept, recomputed = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -115,12 +117,12 @@ def _phases(architecture: str, is_quick: bool, is_collecting: bool) -> dict[str,
     runs: dict[str, list[_Seconds]] = {name: [] for name in sides}
     try:
         with _collector(is_collecting):
-            for number in range(_WARM_UP_ROUNDS + num_rounds):
+            for number in range(num_warm_up_rounds + num_rounds):
                 for name in list(sides)[:: 1 if number % 2 else -1]:  # no side is always first
                     if not is_collecting:
                         gc.collect()
                     seconds = sides[name]()
-                    if number >= _WARM_UP_ROUNDS:
+                    if number >= num_warm_up_rounds:
                         runs[name].append(seconds)
     finally:
         runtime.detach()
@@ -141,14 +143,21 @@ def _phases(architecture: str, is_quick: bool, is_collecting: bool) -> dict[str,
         "backward_ms": backward["kept"] * 1e3,
         "plain_backward_ms": backward["plain"] * 1e3,
         "backward_ratio": backward["kept"] / backward["plain"],
-        "mean_forward_ratio": statistics.mean(run.forward for run in runs["kept"]) / forward["plain"],
+        "mean_forward_ratio": _mean_ratio(runs, "forward"),
+        "mean_backward_ratio": _mean_ratio(runs, "backward"),
         "us_per_operator": extra * 1e6 / timer.num_operators,
         "recomputed_forward_ms": forward["recomputed"] * 1e3,
         "recomputed_backward_ms": backward["recomputed"] * 1e3,
         "kernels_of_regions_ms": timer.seconds * 1e3,
         "region_us": (in_regions - timer.seconds) * 1e6 / timer.num_regions,
-        "one_norm_region_us": replay_overhead_seconds(torch.device("cpu")) * 1e6,
+        "one_norm_region_us": replay_overhead_seconds(torch.device("cpu"), time.process_time) * 1e6,
     }
+
+
+def _mean_ratio(runs: dict[str, list[_Seconds]], phase: str) -> float:
+    """Of means: with the rounds in which every saved tensor is looked at."""
+    kept, plain = (statistics.mean(getattr(run, phase) for run in runs[side]) for side in ("kept", "plain"))
+    return kept / plain
 
 
 def _step(model: nn.Module, batch: dict[str, Any], around: Callable[[], Any]) -> _Seconds:
@@ -195,6 +204,9 @@ class _Timer:
         result = function(*args, **kwargs)
         self.seconds += time.process_time() - start
         return result
+
+    def is_on_top(self) -> bool:
+        return True
 
     def sweep(self) -> None:
         """A layer has ended."""

@@ -1,4 +1,4 @@
-"""What planning costs the host, all of it: every call of the provisioner in a micro-batch (`bench host`)."""
+"""What planning costs the host, all of it: what a part does for a micro-batch beside running it (`bench host`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from transformers import PreTrainedModel
 
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.load import Load
+from flex_trainer.cost.shape import BatchShape
 from flex_trainer.models.routing import Routing
+from flex_trainer.provision.micro_batch import MicroBatch
+from flex_trainer.provision.part import ModelPart
 from flex_trainer.runtime import FlexRuntime
-from flex_trainer.strategy import Site
 from flex_trainer.testing.fake_meter import BASE_BYTES, with_fake_meter
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 
 _STAGES = ("prepare", "begin", "revise", "commit", "learn")
-"""Methods of the provisioner that a micro-batch goes through. A trace of an unknown kind (prepare) is not planning."""
+"""Methods of `ModelPart` that a micro-batch goes through. A trace of an unknown kind (prepare) is not planning."""
 _ARCHITECTURE = "deepseek_v3"
 _REPEATS = 8
 _LENGTHS = [64, 32, 40, 48]
@@ -29,7 +31,7 @@ _AMPLE_BYTES = 10**9
 
 
 class _Watched(FlexRuntime):
-    """Counts the CPU time in the provisioner; puts loads on the experts where it is told to."""
+    """Counts the CPU time of planning; puts loads on the experts where it is told to."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(FlexConfig(memory_limit=limit_bytes, strategies=("recompute", "offload")))
@@ -40,17 +42,23 @@ class _Watched(FlexRuntime):
 
     def watch(self) -> None:
         """Begin to count, after `attach`."""
+        part = self.part()
         for name in _STAGES:
-            setattr(self._provisioner, name, self._timed(name, getattr(self._provisioner, name)))
+            setattr(part, name, self._timed(name, getattr(part, name)))
 
-    def on_routed(self, experts: Site, routing: Routing) -> None:
-        super().on_routed(experts, routing if self.load is None else replace(routing, load=self.load))
+    def _begin(self, part: ModelPart, shape: BatchShape, number: int) -> MicroBatch:
+        micro_batch = super()._begin(part, shape, number)
+        note = micro_batch.note_routing
+        micro_batch.note_routing = lambda site, routing: note(site, self._loaded(routing))
+        return micro_batch
 
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            num_replans = args[0].num_replans if name == "revise" else 0
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            num_replans = 0
+            if name == "revise":
+                num_replans, args = args[0].num_replans, (*args[:2], self._loaded(args[2]))
             start = time.process_time()
-            result = method(*args)
+            result = method(*args, **kwargs)
             seconds = time.process_time() - start
             if name == "prepare" and result > 0:  # a trace, which records have a time of its own for
                 return result
@@ -60,6 +68,9 @@ class _Watched(FlexRuntime):
             return result
 
         return timed
+
+    def _loaded(self, routing: Routing) -> Routing:
+        return routing if self.load is None else replace(routing, load=self.load)
 
 
 def planning(num_layers: int) -> dict[str, float]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flex_trainer.activations.choices import Choices
 from flex_trainer.activations.ledger import Ledger
-from flex_trainer.activations.scope import Choices, Scope
+from flex_trainer.activations.scope import Scope
 from flex_trainer.compat import current_backward
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.shape import BatchShape

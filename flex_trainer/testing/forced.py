@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch.distributed.tensor import DTensor
 
-from flex_trainer.activations.scope import Choices
+from flex_trainer.activations.choices import Choices
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.provision.micro_batch import MicroBatch

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from flex_trainer.activations.scope import Choices
+from flex_trainer.activations.choices import Choices
 from flex_trainer.planner.plan import Uniform
 from flex_trainer.strategy import EP_BLOCK, Site, Strategy
 from flex_trainer.testing.forced import ForcedRuntime, MixedChoices

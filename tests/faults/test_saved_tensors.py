@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from flex_trainer.activations.demand import Demand
 from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.identity import storage_key
 from flex_trainer.activations.ledger import Ledger
@@ -274,7 +275,7 @@ def test_a_plan_that_frees_nothing_says_so_once(runtime: Callable[..., FlexRunti
         return original(self, entry, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scope, "_drop", lambda self, entry: None)
+        patch.setattr(Demand, "drop", lambda self, entry: None)
         patch.setattr(Scope, "_hold", hold)
         with pytest.warns(UserWarning, match=r"mitigates \d+ operators of micro-batch 1, which frees nothing"):
             train(one, model)
