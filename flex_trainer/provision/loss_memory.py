@@ -33,11 +33,13 @@ class _Kind:
 
     def __init__(self) -> None:
         self._traced = TransientScaling()  # inside of the model's forward, after it
+        self._smallest_traced = 2**62
         # (tokens, share of the trace inside of the model, bytes per token beyond the trace after it)
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
 
     def trace(self, num_tokens: int, inside_bytes: int, after_bytes: int) -> None:
         self._traced.observe(num_tokens, [inside_bytes, after_bytes])
+        self._smallest_traced = min(self._smallest_traced, num_tokens)
 
     def expected_bytes(self, num_tokens: int, is_measured: bool = True) -> int:
         inside_bytes, after_bytes = self._in_trace(num_tokens)
@@ -63,7 +65,8 @@ class _Kind:
         if self._traced.is_empty:
             return 0, 0
         inside_bytes, after_bytes = self._traced.predict(num_tokens)
-        return inside_bytes, after_bytes
+        # Of the model's outputs, which are as many as there are tokens; what is inside may have a size of its own.
+        return inside_bytes, round(after_bytes * min(num_tokens / self._smallest_traced, 1.0))
 
     @property
     def largest(self) -> int:

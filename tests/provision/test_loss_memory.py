@@ -21,6 +21,8 @@ def test_a_trace_counts_until_something_is_measured() -> None:
     memory.trace(shape(100), inside_bytes=30_000, after_bytes=50_000)
     assert memory.expected_bytes(shape(100)) == memory.sure_bytes(shape(100)) == 50_000
     assert memory.expected_bytes(shape(200)) == 100_000
+    assert memory.expected_bytes(shape(80)) == 40_000
+    assert memory.expected_bytes(shape(20)) == 30_000
     memory.observe(shape(100), 40_000, 80_000, True, LIMIT_BYTES)  # a reference model, say
     assert memory.expected_bytes(shape(100)) == 80_000
     assert memory.expected_bytes(shape(200)) == 160_000
