@@ -9,8 +9,8 @@
 Nothing of the model is given up before backward has come to its layers, so whatever the loss needs by then comes on top
 of all that is held. A trace tells the part that is in the model's forward but in no operator (a head that computes log
 probabilities in one go), and, where the model computes no loss, that of a cross-entropy of its logits. The first is at
-most what forward and backward are measured to need on top. The second is measured by itself, from the end of the model's
-forward to the first value that backward asks for. Both are about the same in every micro-batch of a kind.
+most what forward and backward are measured to need on top. The second is measured by itself, from the end of the
+model's forward to the first value that backward asks for. Both are about the same in every micro-batch of a kind.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class LossMemory:
         """
         self._of(shape).trace(shape.num_tokens, inside_bytes, after_bytes)
 
-    def observe(
-        self, shape: BatchShape, within_bytes: int, after_bytes: int, is_exact: bool, limit_bytes: int
-    ) -> None:
+    def observe(self, shape: BatchShape, within_bytes: int, after_bytes: int, is_exact: bool, limit_bytes: int) -> None:
         """A micro-batch was measured. Both beyond the baseline and what was held at the end of forward:
 
         Args:

@@ -104,7 +104,8 @@ def test_the_limit_holds_with_what_a_loss_needs(name: str) -> None:
 @pytest.mark.parametrize("trainer", ["dpo", "sft", "grpo"])
 def test_trainers_of_trl(trainer: str) -> None:
     """DPO: a head that computes log probabilities in no operator, and a reference model. SFT: gradient checkpointing is
-    on by default, in the trace too unless it is turned off there. GRPO: a loss of the logits. By the process's meter."""
+    on by default, in the trace too unless it is turned off there. GRPO: a loss of the logits. By the process's meter.
+    """
     pytest.importorskip("trl")
     result = run_in_subprocess(
         f"tests.faults.trl_jobs:{trainer}", {"memory_limit": "4GiB"}, env={"OMP_NUM_THREADS": "1"}, timeout_s=300
