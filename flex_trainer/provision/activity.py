@@ -27,7 +27,7 @@ class Activity:
         self.peak_bytes = 0
         """Highest memory in use while it was at work."""
         self.latest_peak_bytes = 0
-        """The same, since it was last taken up."""
+        """The same, since it was last taken up or has turned to something else."""
         self.is_peak_exact = True
         """Whether that peak is known, and not only a lower bound."""
         self.seconds = 0.0
@@ -84,6 +84,15 @@ class Activities:
         self._at_work.remove(one)
         if not self._at_work:
             self._meter.end_window()
+
+    def turn(self, one: Activity) -> tuple[int, bool]:
+        """One that is at work begins with something else: gives the peak since it was taken up, or has turned last, and
+        whether that is known exactly."""
+        self._note()
+        peak = one.latest_peak_bytes, one.is_peak_exact
+        self._meter.start_window()
+        one.latest_peak_bytes = 0
+        return peak
 
     def put_down_all(self) -> None:
         for one in list(self._at_work):

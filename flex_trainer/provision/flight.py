@@ -91,6 +91,8 @@ class Flight:
     def end_forward(self, micro_batch: MicroBatch) -> None:
         """The bytes really held go into the books."""
         micro_batch.end_forward()
+        if self._device.activities.is_at_work(micro_batch.activity):
+            micro_batch.forward_peak = self._device.activities.turn(micro_batch.activity)
         self._parts[micro_batch.part].commit(micro_batch)
 
     def _end_open_forwards(self) -> None:
@@ -148,10 +150,10 @@ class Flight:
     def _take_up_backward(self, micro_batch: MicroBatch) -> None:
         activities = self._device.activities
         if not activities.is_at_work(micro_batch.activity):
-            if not micro_batch.has_backward_begun:
-                micro_batch.forward_peak_bytes = micro_batch.activity.peak_bytes
             micro_batch.backward_base_bytes = self._device.meter.in_use_bytes()
             activities.take_up(micro_batch.activity)
+        elif not micro_batch.has_backward_begun:
+            micro_batch.loss_peak = activities.turn(micro_batch.activity)
         micro_batch.activity.stopwatch.start()
         micro_batch.has_backward_begun = True
 

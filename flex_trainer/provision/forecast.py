@@ -22,6 +22,7 @@ from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.memory.enforce import trim_freed_memory
 from flex_trainer.models.discovery import ModelMap
+from flex_trainer.provision.loss_memory import LossMemory
 from flex_trainer.snapshot import RandomStreams
 from flex_trainer.symbolic.effects import foreign_code
 from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
@@ -39,14 +40,23 @@ class Forecast:
         model: the model that is trained; it is only read.
         model_map: its operators.
         device: where it runs.
+        loss: is taught what the loss needs.
         trace: False: nothing is traced. "auto": only what is known to have no effects. True: anything.
     """
 
-    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device, trace: str | bool = "auto") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        model_map: ModelMap,
+        device: torch.device,
+        trace: str | bool = "auto",
+        loss: LossMemory | None = None,
+    ) -> None:
         self._model = model
         self._map = model_map
         self._device = device
         self._setting = trace
+        self._loss = loss or LossMemory()
         self.has_traced = False
         self._speed: tuple[float, float] | None = None
         self.refusal: str | None = None
@@ -82,6 +92,7 @@ class Forecast:
         if forward is not None:
             self.has_traced = True
             profile.observe(shape, forward.trace, forward.routed_pairs)
+            self._loss.trace(shape, forward.inside_bytes, forward.after_bytes)
         return time.perf_counter() - started
 
     def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_padding: bool) -> SymbolicForward | None:

@@ -77,9 +77,14 @@ class MicroBatch:
     """Numbers of the backwards that ask for its values now."""
     keeps_graph: bool = False
     """Whether the latest of them keeps the values for another one."""
-    forward_peak_bytes: int = 0
-    """Where it is covered: the peak before it was, and what was in use when its backward began."""
+    loss_bytes: int = 0
+    """Expected on top of what it holds, between forward and backward."""
+    forward_peak: tuple[int, bool] = (0, True)
+    """Peak in its forward, and whether that is exact."""
+    loss_peak: tuple[int, bool] | None = None
+    """The same between its forward and its backward; None where other micro-batches came in between."""
     backward_base_bytes: int = 0
+    """Where it is covered: what was in use when its backward began."""
     actual_bytes: int = 0
     _planned_seconds: float = 0.0
     """Time of planning up to the end of forward."""
@@ -164,25 +169,38 @@ class MicroBatch:
 
     @property
     def own_peak_bytes(self) -> int:
-        """Its measured peak above what was in use before it, without what others held in its backward."""
+        """Its measured peak above what was in use before it, in its forward and its backward: without what others held
+        in its backward, and without what came between the two (`above_held`)."""
         if not self.is_covered:
-            return self.activity.peak_bytes - self.baseline_bytes
+            return max(self.forward_peak[0], self.activity.latest_peak_bytes) - self.baseline_bytes
         in_backward_bytes = self.actual_bytes + self.activity.latest_peak_bytes - self.backward_base_bytes
-        return max(self.forward_peak_bytes - self.baseline_bytes, in_backward_bytes)
+        return max(self.forward_peak[0] - self.baseline_bytes, in_backward_bytes)
 
     @property
     def is_own_peak_exact(self) -> bool:
         """Whether that is its peak, and not only a lower bound: gradients that were to come when it was planned may be
         there by the time of its backward, where others ran in between."""
         may_have_come = self.is_covered and any(self.gradients.pending.values())
-        return self.activity.is_peak_exact and not may_have_come
+        is_exact = self.activity.is_peak_exact
+        if not self.is_covered and self.forward_peak[0] > self.activity.latest_peak_bytes:
+            is_exact = self.forward_peak[1]
+        return is_exact and not may_have_come
+
+    @property
+    def above_held(self) -> tuple[int, bool] | None:
+        """Most bytes in use between its forward and its backward beyond the baseline and what it held, and whether that
+        is exact; None where it was not alone then."""
+        if self.loss_peak is None or self.is_covered:
+            return None
+        return self.loss_peak[0] - self.baseline_bytes - self.actual_bytes, self.loss_peak[1]
 
     def predicted_peak_bytes(self) -> int:
         """Predicted peak of memory in use; 0 where nothing was predicted."""
         if self.plan is None:
             return 0
         others_bytes = self.backward_base_bytes - self.actual_bytes if self.is_covered else 0
-        return max(self.baseline_bytes, others_bytes) + self.plan.peak_bytes + self.expected_excess_bytes
+        own_bytes = max(self.plan.peak_bytes, self.plan.predicted_bytes + self.loss_bytes)
+        return max(self.baseline_bytes, others_bytes) + own_bytes + self.expected_excess_bytes
 
     def record(self, limit_bytes: int) -> MicroBatchRecord:
         """What is remembered of it, once its backward has ended."""

@@ -29,6 +29,7 @@ from flex_trainer.provision.device_books import BudgetTakenError, DeviceBooks, M
 from flex_trainer.provision.forecast import Forecast
 from flex_trainer.provision.held_errors import HeldErrors
 from flex_trainer.provision.loads import Loads, RecentLoads
+from flex_trainer.provision.loss_memory import LossMemory
 from flex_trainer.provision.managed_model import ManagedModel
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.plan_cache import PlanCache
@@ -81,17 +82,17 @@ class ModelPart:
         is_known = earlier is not None and earlier.managed.fingerprint == managed.fingerprint
         if is_known and earlier is not None:
             self.profile, self.recent_loads = earlier.profile, earlier.recent_loads
-            self.held_errors = earlier.held_errors
+            self.held_errors, self.loss = earlier.held_errors, earlier.loss
             self._times = earlier._times if earlier._books is books else None
         else:
             self._times = None
             self.profile = self._seed_profile(resumed_profile)
             self.recent_loads = RecentLoads()
-            self.held_errors = HeldErrors()
+            self.held_errors, self.loss = HeldErrors(), LossMemory()
         if is_alone and not (is_known and earlier is not None and earlier._books is books):
             books.start_at(self.profile.transient_factor, self.profile.margin_bytes)
         self.inputs = Inputs(managed.module)
-        self.forecast = Forecast(managed.module, managed.map, managed.device, self._config.trace)
+        self.forecast = Forecast(managed.module, managed.map, managed.device, self._config.trace, self.loss)
         self.watching = Watching()
         self.plans = PlanCache(self._config, self.profile, books.correction, books.offloading)
         self.next_number = 0 if earlier is None else earlier.next_number
@@ -157,6 +158,7 @@ class ModelPart:
             micro_batch.plain_seconds = self.times.plain_seconds(shape)
             self._note_rates(micro_batch, plan)
             micro_batch.expected_excess_bytes = expected_excess_bytes
+            micro_batch.loss_bytes = self.loss.expected_bytes(shape)
         else:
             unknown = Uniform(self._most_effective())
             micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0), gradients)
@@ -203,7 +205,8 @@ class ModelPart:
     def commit(self, micro_batch: MicroBatch) -> None:
         """Forward has ended: the bytes really held replace the budget in the books."""
         plan = micro_batch.plan
-        self._books.budgets.commit(micro_batch.key, micro_batch.actual_bytes, 0 if plan is None else plan.on_top_bytes)
+        on_top_bytes = 0 if plan is None else max(plan.on_top_bytes, micro_batch.loss_bytes)
+        self._books.budgets.commit(micro_batch.key, micro_batch.actual_bytes, on_top_bytes)
         if plan is not None:
             self.plans.note_run(plan)
 
@@ -241,6 +244,15 @@ class ModelPart:
                         return  # nothing arrived in some layer, so its sizes are not known
                     self.profile.observe(shape, trace, micro_batch.routed_pairs)
             self._learn_times(micro_batch)
+            if micro_batch.above_held is not None:
+                after_bytes, is_exact = micro_batch.above_held
+                self.loss.observe(
+                    shape,
+                    micro_batch.own_peak_bytes - micro_batch.actual_bytes,
+                    after_bytes - self.managed.gathered_bytes,
+                    is_exact and micro_batch.is_own_peak_exact,
+                    self._books.nearest_bytes,
+                )
             # With sizes known by now, see what the model would have said of a run that was there to measure them.
             plan = micro_batch.plan or self._as_it_ran(micro_batch)
             # More held than predicted (values that were not finite are not quantized, say) is no transient.
@@ -347,6 +359,7 @@ class ModelPart:
             books.budgets,
             step_bytes=books.budget_step_bytes,
             is_minimum=books.is_minimum,
+            loss_bytes=self.loss.expected_bytes(shape),
         )
 
     def _most_effective(self) -> Strategy:
@@ -356,7 +369,8 @@ class ModelPart:
     def _check_least(
         self, shape: BatchShape, plan: Plan, in_use_bytes: int, left_bytes: int, can_roll_back: bool
     ) -> None:
-        if plan.peak_bytes <= _TOLERANCE * max(left_bytes, 1):
+        needed_bytes = max(plan.peak_bytes, plan.predicted_bytes + self.loss.sure_bytes(shape))
+        if needed_bytes <= _TOLERANCE * max(left_bytes, 1):
             return
         is_taken = self._books.budgets.num_in_flight >= self._books.budgets.num_expected
         if is_taken and not can_roll_back:
@@ -364,7 +378,7 @@ class ModelPart:
         raise (BudgetTakenError if is_taken else MemoryLimitError)(
             f"{self._books.limit_text} is too low for a micro-batch of {shape.batch_size} x {shape.sequence_length} "
             f"tokens: with strategies {', '.join(self._config.strategies) or 'none'} it needs about "
-            f"{format_bytes(plan.peak_bytes)} more than the {format_bytes(in_use_bytes)} in use before it, and "
+            f"{format_bytes(needed_bytes)} more than the {format_bytes(in_use_bytes)} in use before it, and "
             f"{format_bytes(max(left_bytes, 0))} are left under the limit, the reserve and the system's own limits:"
             " it would run out of memory. Raise memory_limit, allow more strategies, or use a smaller per-device batch "
             "or shorter sequences."

@@ -118,6 +118,7 @@ def provide(
     *,
     step_bytes: int = 1,
     is_minimum: bool = False,
+    loss_bytes: int = 0,
 ) -> Provision:
     """Budget and plan of the next micro-batch.
 
@@ -126,6 +127,7 @@ def provide(
         left_bytes: what may be used beside all that is in use now, micro-batches in flight included.
         step_bytes: rooms are rounded down to a multiple of this, so that plans are found in a cache.
         is_minimum: take the minimum-memory plan, whatever is left.
+        loss_bytes: what comes on top of all that is held between forward and backward.
     """
 
     def rounded(available_bytes: int) -> Plan:
@@ -135,10 +137,10 @@ def provide(
     plan = rounded(available_bytes)
     # The peak comes in the backward of whichever micro-batch in flight has most on top. What is left was measured with
     # the micro-batches in flight; the books take them off themselves.
-    on_top_bytes = max(plan.on_top_bytes, books.on_top_bytes)
+    on_top_bytes = max(plan.on_top_bytes, books.on_top_bytes, loss_bytes)
     budget_bytes = books.next(left_bytes + books.in_flight_bytes, on_top_bytes, plan.minimum_bytes)
-    if books.is_shared:
-        # A plan bounds its own peak. What it holds beyond that, while others run, is bounded here.
+    if books.is_shared or loss_bytes > plan.on_top_bytes:
+        # A plan bounds its own peak. What it holds beyond that, while others run or the loss does, is bounded here.
         for _ in range(_MAX_TRIED_PLANS):
             excess_bytes = plan.predicted_bytes - budget_bytes
             if excess_bytes <= 0 or not plan.fits:

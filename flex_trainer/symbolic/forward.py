@@ -55,6 +55,11 @@ class SymbolicForward:
     """Rows (token, expert pairs) of each experts block, by site name."""
     held_bytes: int
     """Saved bytes at the end of forward, everything kept."""
+    inside_bytes: int = 0
+    """Most bytes on top of them outside of all operators, from the first layer's forward to the last one's backward."""
+    after_bytes: int = 0
+    """The same between the end of the model's forward and the first value that backward asks for: what a loss needs
+    that is computed of the model's outputs. Where the model computes none, that is a cross-entropy of its logits."""
 
     def set_seconds(self, seconds_of: Callable[[Work], float]) -> None:
         """Give every call a time, inner calls included, as the engine would have measured it.
@@ -155,6 +160,8 @@ class _SymbolicScope(Scope):
     def __init__(self, *args: Any, holds_infinity: Callable[[torch.Tensor], bool], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.in_backward = -1
+        self.was_asked = False
+        """Whether backward has asked for a value."""
         self._holds_infinity = holds_infinity
 
     @property
@@ -175,7 +182,7 @@ class _SymbolicScope(Scope):
         return _Asked(super()._pack(tensor), self.running)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        self.in_backward = packed.call
+        self.in_backward, self.was_asked = packed.call, True
         return super()._unpack(packed.inner)
 
 
@@ -195,7 +202,8 @@ class _Run:
     def __init__(self, twin: nn.Module, parameters: list[torch.Tensor], has_padding: bool) -> None:
         self._twin = twin
         self._ledger = Ledger()
-        self._outside = Work()
+        self._before, self._inside, self._after = Work(), Work(), Work()  # outside of operators; see `_elsewhere`
+        self._is_in_layers = self._is_after_forward = False
         self._routed_pairs: dict[str, int] = {}
         self._is_backward = False
         self.counter = OperationCounter(
@@ -214,11 +222,20 @@ class _Run:
         scope = self._scope
         index = scope.in_backward if self._is_backward else scope.running
         if index < 0:
-            return self._outside
+            return self._elsewhere()
         call = scope.calls[index]
+        if call.site.layer >= 0:
+            self._is_in_layers = not self._is_backward
         if call.work is None:
             call.work = Work()
         return call.work
+
+    def _elsewhere(self) -> Work:
+        """Outside of operators: before the layers (the embedding, masks; in backward they come last), after them in the
+        model's own forward and backward, or between the two."""
+        if self._is_after_forward and not self._scope.was_asked:
+            return self._after
+        return self._inside if self._is_in_layers else self._before
 
     def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
         return ReplayVote()
@@ -232,6 +249,7 @@ class _Run:
         with self._scope.open():
             output = self._twin(*args, **kwargs)
         held_bytes = self._ledger.held_bytes
+        self._is_after_forward = True
         if with_backward:
             handles = [
                 parameter.register_post_accumulate_grad_hook(self.counter.note_gradient)
@@ -248,7 +266,35 @@ class _Run:
         trace.is_symbolic = True
         for call in trace.calls:
             call.work = call.work or Work()
-        return SymbolicForward(trace, self._outside, self._routed_pairs, held_bytes)
+        self._give_gradients(trace)
+        return SymbolicForward(
+            trace,
+            _together(self._before, self._inside, self._after),
+            self._routed_pairs,
+            held_bytes,
+            inside_bytes=_most_bytes(self._inside),
+            after_bytes=_most_bytes(self._after),
+        )
+
+    def _give_gradients(self, trace: Trace) -> None:
+        """Gradients of weights that are used outside of operators, after the layers (a head within a function that
+        computes log probabilities), are there before those of the layers: they count for what comes beside it."""
+        beside = next((call for call in reversed(trace.calls) if call.site.layer < 0 and call.parent < 0), None)
+        if beside is not None and beside.work is not None:
+            beside.work.gradient_bytes += self._inside.gradient_bytes + self._after.gradient_bytes
+
+
+def _most_bytes(work: Work) -> int:
+    return max(work.forward_transient_bytes, work.backward_transient_bytes)
+
+
+def _together(*works: Work) -> Work:
+    return Work(
+        **{
+            name: (max if name.endswith("transient_bytes") else sum)(getattr(work, name) for work in works)
+            for name in vars(works[0])
+        }
+    )
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -261,4 +307,12 @@ def _loss(output: Any) -> torch.Tensor:
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not leaves:
         raise NotSymbolic("the model's output requires no gradient")
-    return sum((leaf.float().sum() for leaf in leaves), leaves[0].new_zeros((), dtype=torch.float32))
+    logits = getattr(output, "logits", None)
+    terms = (_cross_entropy(leaf) if leaf is logits and leaf.dim() > 2 else leaf.float().sum() for leaf in leaves)
+    return sum(terms, leaves[0].new_zeros((), dtype=torch.float32))
+
+
+def _cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Of the next tokens, as it is mostly computed by those who do it themselves. Logits: (batch, tokens, words)."""
+    shifted = logits[..., :-1, :].float().flatten(0, -2)
+    return nn.functional.cross_entropy(shifted, shifted.new_zeros(len(shifted), dtype=torch.long))

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.fake_meter import FakeMeter
+
 
 class LiveBytes(TorchDispatchMode):
     """Sees every storage that operators make inside the context, and forgets those that died.
@@ -44,6 +46,21 @@ class LiveBytes(TorchDispatchMode):
         for key in [key for key, (reference, _) in self._storages.items() if reference.expired()]:
             del self._storages[key]
         return sum(num_bytes for _, num_bytes in self._storages.values())
+
+
+class LiveMeter(FakeMeter):
+    """Counts what is alive of all that operators made: the engine's bytes and everything else."""
+
+    live: LiveBytes
+
+    def in_use_bytes(self) -> int:
+        return self._base_bytes + self.live.now()
+
+    def start_window(self) -> None:
+        self.live.peak_bytes = self.live.now()
+
+    def peak_bytes(self) -> int:
+        return self._base_bytes + max(self.live.peak_bytes, self.live.now())
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

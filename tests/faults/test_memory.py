@@ -21,8 +21,8 @@ from flex_trainer.models.routing import Routing
 from flex_trainer.provision.gradients import Gradients
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
-from tests.fake_meter import BASE_BYTES, FakeMeter, with_fake_meter
-from tests.faults.live_bytes import LiveBytes, live_bytes
+from tests.fake_meter import BASE_BYTES, with_fake_meter
+from tests.faults.live_bytes import LiveMeter, live_bytes
 from tests.runtime_steps import without_forecast
 from tests.trainer_runs import make
 
@@ -149,21 +149,6 @@ def test_all_tokens_to_two_experts_in_the_first_steps(attach: Attach) -> None:
 
 
 # 3: memory outside of the decoder layers
-
-
-class LiveMeter(FakeMeter):
-    """Counts what is alive of all that operators made: the engine's bytes and everything else."""
-
-    live: LiveBytes
-
-    def in_use_bytes(self) -> int:
-        return self._base_bytes + self.live.now()
-
-    def start_window(self) -> None:
-        self.live.peak_bytes = self.live.now()
-
-    def peak_bytes(self) -> int:
-        return self._base_bytes + max(self.live.peak_bytes, self.live.now())
 
 
 @pytest.mark.parametrize("has_auxiliary_loss", [False, True])
