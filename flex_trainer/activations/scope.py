@@ -190,6 +190,11 @@ class Scope:
         return self._trace
 
     @property
+    def num_traced(self) -> tuple[int, int]:
+        """Calls and values so far: nothing is waited for."""
+        return len(self._trace.calls), len(self._trace.values)
+
+    @property
     def calls(self) -> list[CallTrace]:
         """The calls so far, without their times: nothing is waited for."""
         return self._trace.calls
