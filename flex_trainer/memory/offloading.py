@@ -87,7 +87,12 @@ class OffloadService:
             offload = self._measure_offload() if self.is_available else Rates().offload
             quantize = _fit(self._time_quantize) if "quantize" in self._config.strategies else Rates().quantize
             in_flight_bytes = self._store.max_in_flight_bytes if self._store is not None else 0
-            self._rates = Rates(offload=offload, quantize=quantize, in_flight_bytes=in_flight_bytes)
+            self._rates = Rates(
+                offload=offload,
+                quantize=quantize,
+                in_flight_bytes=in_flight_bytes,
+                replay_overhead_seconds=self._replay_overhead_seconds(),
+            )
         return self._rates
 
     def _make_tier(self) -> Tier:
@@ -107,6 +112,10 @@ class OffloadService:
         except OSError as error:  # the tier is full already: said once, and then everything is kept
             self.store().fail(error)
             return Rates().offload
+
+    def _replay_overhead_seconds(self) -> float:
+        """What a recomputed region costs on top of its kernels, as a first guess: it is learnt from what runs."""
+        return Rates().replay_overhead_seconds
 
     def _time_offload(self, num_bytes: int) -> float:
         tier = self.store().tier
