@@ -38,13 +38,15 @@ from torch import nn
 
 from flex_trainer.activations.clock import clocks_for
 from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.model_tensors import ModelTensors
 from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
+from flex_trainer.activations.quantize import NonFinite
 from flex_trainer.activations.scope import Scope
 from flex_trainer.compat import current_backward
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.errors import UserError
-from flex_trainer.memory.enforce import return_freed_memory
+from flex_trainer.memory.enforce import hold_memory_returned, trim_freed_memory
 from flex_trainer.memory.meter import MemoryMeter, meter_for
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
 from flex_trainer.models.instrument import Instrumentation
@@ -92,6 +94,7 @@ class FlexRuntime(RunView):
         self._undo: dict[str, list[Callable[[], None]]] = {}
         self._resumed_profile: Path | None = None
         self._engine_place = Whereabouts()
+        self._non_finite = NonFinite()
         self._flight = Flight(self._parts, self._engine_place, self._ended)
         self._thread = threading.local()  # .number: what `forward` has said of the forward to come
         self._num_micro_batches = 0
@@ -210,6 +213,8 @@ class FlexRuntime(RunView):
             enter = functools.partial(self._entered, one)
             undo.append(Instrumentation(model, managed.map, listener, enter).remove)
             undo.append(self._wrap_forward(one))
+            if managed.device.type == "cpu" and self.config.strategies:
+                undo.append(hold_memory_returned())
         except BaseException:
             _undo_all(undo)
             raise
@@ -218,8 +223,6 @@ class FlexRuntime(RunView):
         books.gathered_bytes = sum(each.managed.gathered_bytes for each in self._parts.values())
         self.model_name = ", ".join(dict.fromkeys(type(each).__name__ for each in self.models))
         self.device_name = str(managed.device)
-        if managed.device.type == "cpu" and self.config.strategies:
-            return_freed_memory()
 
     def _books_for(self, device: torch.device) -> DeviceBooks:
         if self._books is not None and self._books.device == device:
@@ -363,6 +366,8 @@ class FlexRuntime(RunView):
             micro_batch = self._begin(part, shape, self._next_number(part))
             micro_batch.activity = activity
             micro_batch.traced_seconds = traced_seconds
+            if is_whole and micro_batch.scope is not None:  # by another door, not all of the forward may run
+                micro_batch.scope.known = part.watching.known(micro_batch)
             micro_batch.plan_seconds += looked_up_seconds
             self._flight.add(micro_batch)
         self._engine_place.at = Place("forward", OUTSIDE)
@@ -383,7 +388,7 @@ class FlexRuntime(RunView):
         micro_batch.scope = Scope(
             micro_batch,
             micro_batch.ledger,
-            parameters=[*managed.module.parameters(), *managed.module.buffers()],
+            parameters=ModelTensors(managed.module),
             modules=managed.modules,
             store=books.offloading.store,
             quantize_dtype=getattr(torch, self.config.quantize_dtype),
@@ -392,6 +397,7 @@ class FlexRuntime(RunView):
             whereabouts=self._engine_place,
             residency=managed.units,
             on_backward=functools.partial(self._flight.backward_begins, micro_batch),
+            non_finite=self._non_finite,
         )
         return micro_batch
 
@@ -462,7 +468,7 @@ class FlexRuntime(RunView):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            return_freed_memory()
+            trim_freed_memory()
 
 
 def _undo_all(undo: list[Callable[[], None]]) -> None:

@@ -103,7 +103,7 @@ def test_the_search_for_a_batch_size_goes_on_where_memory_runs_out(tmp_path: Pat
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     flex, options = FlexConfig(BASE_BYTES + 4_000_000, strategies=("recompute",)), {"data_collator": collate}
-    sizes = {"max_steps": 2, "seed": 0}
+    sizes: dict[str, Any] = {"max_steps": 2, "seed": 0}
     found = make(
         tmp_path, flex, options=options, auto_find_batch_size=True, per_device_train_batch_size=20, **sizes
     )  # 20 x 64 tokens never fit

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import random
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch.backends import cuda as kernels
 
+from flex_trainer.activations.host_random import HostRandom
+
 if TYPE_CHECKING:
     from flex_trainer.activations.scope import Scope
+
+_AutocastState = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]
 
 # Two micro-batches may run forward in two threads (fused execution), so the current scope is a property of the thread.
 _thread = threading.local()
@@ -47,80 +49,65 @@ def no_scope():
     return scope_is(None)
 
 
-@dataclass(frozen=True)
 class ExecutionState:
-    """Random number generators, autocast and the kernels allowed for attention, when an operator first ran."""
+    """Random number generators, autocast and the kernels allowed for attention, when an operator first ran.
 
-    device: torch.device
-    cpu_rng: torch.Tensor
-    device_rng: torch.Tensor | None
-    host_rng: HostRandom
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    autocast_cache: bool
-    attention_kernels: tuple[bool, ...]
+    Most are as they were when the operator runs again; what is, is left alone.
+    """
 
-    @classmethod
-    def capture(cls, device: torch.device) -> ExecutionState:
-        on_cuda = device.type == "cuda"
-        types = ("cpu", "cuda") if on_cuda else ("cpu",)
-        return cls(
-            device=device,
-            cpu_rng=torch.get_rng_state(),
-            device_rng=torch.cuda.get_rng_state(device) if on_cuda else None,
-            host_rng=HostRandom.capture(),
-            autocast=tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            attention_kernels=_attention_kernels(),
-        )
+    __slots__ = ("_attention_kernels", "_autocast", "_device", "_device_rng", "_host_rng", "_rng")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rng = _cpu_rng()
+        self._device_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._host_rng = HostRandom.capture()
+        self._autocast = _autocast_state(device.type == "cuda")
+        self._attention_kernels = _attention_kernels()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run under this state; the global random streams go on afterwards as if nothing had happened."""
-        cuda_devices = [self.device] if self.device_rng is not None else []
-        host_rng, attention_kernels = HostRandom.capture(), _attention_kernels()
-        with torch.random.fork_rng(devices=cuda_devices):
-            torch.set_rng_state(self.cpu_rng)
-            if self.device_rng is not None:
-                torch.cuda.set_rng_state(self.device_rng, self.device)
-            try:
-                self.host_rng.put_back()
-                _allow_attention_kernels(self.attention_kernels)
-                with _Autocasts(self.autocast, self.autocast_cache):
+        now = ExecutionState(self._device)
+        try:
+            self._put_back_streams(now)
+            _allow_attention_kernels(self._attention_kernels)
+            if now._autocast == self._autocast:
+                yield
+            else:
+                with _Autocasts(self._autocast):
                     yield
-            finally:
-                host_rng.put_back()
-                _allow_attention_kernels(attention_kernels)
+        finally:
+            now._put_back_streams(None)
+            _allow_attention_kernels(now._attention_kernels)
+
+    def _put_back_streams(self, now: ExecutionState | None) -> None:
+        """Have the streams go on from here. `now`: as they are, where that is known."""
+        if now is None or now._host_rng is not self._host_rng:
+            self._host_rng.put_back()
+        if (_cpu_rng() if now is None else now._rng) is not self._rng:
+            torch.set_rng_state(self._rng)
+        if self._device_rng is not None:
+            torch.cuda.set_rng_state(self._device_rng, self._device)
 
 
-@dataclass(frozen=True)
-class HostRandom:
-    """The global random streams of Python and numpy, which models may draw from as well."""
-
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def capture(cls) -> HostRandom:
-        """The streams as they are. One state serves all operators between two draws: it takes tens of kilobytes."""
-        python, numpy = random.getstate(), np.random.get_state()
-        last = getattr(_thread, "host_random", None)
-        if last is None or last.python != python or last._position != _position(numpy):
-            last = _thread.host_random = cls(python, numpy)
-        return last
-
-    def put_back(self) -> None:
-        """Have the streams go on from here."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-    @property
-    def _position(self) -> tuple[Any, ...]:
-        return _position(self.numpy)
+def _cpu_rng() -> torch.Tensor:
+    """The state of torch's stream on the CPU; the same tensor until the stream moves."""
+    state = torch.get_rng_state()
+    content = ctypes.string_at(state.data_ptr(), state.numel())  # torch.equal takes longer than to read the state
+    last: tuple[torch.Tensor, bytes] | None = getattr(_thread, "cpu_rng", None)
+    if last is None or last[1] != content:
+        last = _thread.cpu_rng = state, content
+    return last[0]
 
 
-def _position(numpy: Any) -> tuple[Any, ...]:
-    """A numpy state in a form that compares."""
-    return numpy[0], numpy[1].tobytes(), *numpy[2:]
+def _autocast_state(is_cuda: bool) -> _AutocastState:
+    """Autocast by device type, and whether it keeps what it has cast."""
+    types = ("cpu", "cuda") if is_cuda else ("cpu",)
+    return (
+        tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 def _attention_kernels() -> tuple[bool, ...]:
@@ -144,7 +131,8 @@ def _allow_attention_kernels(allowed: tuple[bool, ...]) -> None:
 class _Autocasts:
     """Enters one autocast context for each device type."""
 
-    def __init__(self, states: tuple[tuple[str, bool, torch.dtype], ...], cache: bool) -> None:
+    def __init__(self, state: _AutocastState) -> None:
+        states, cache = state
         self._contexts = [
             torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
             for device_type, enabled, dtype in states

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from flex_trainer.activations.leaves import tensors_of
+from flex_trainer.activations.model_tensors import modules_of
 
 Hook = Callable[..., Any]
 
@@ -59,6 +60,14 @@ class InnerHooks:
             for table in tables:
                 first, _ = self._first[table.part, table.kind]
                 table.hooks.update({number: hook for number, hook in first.items() if number in table.hooks})
+
+    def are_none(self) -> bool:
+        """Whether there are no such hooks now, and were none in the first run: then nothing has to be done."""
+        return not self._first and not any(
+            part._forward_hooks or part._forward_pre_hooks
+            for part in modules_of(self._module)
+            if part is not self._module
+        )
 
     @contextmanager
     def replay(self) -> Iterator[None]:

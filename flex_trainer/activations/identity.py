@@ -107,6 +107,22 @@ class View:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    """A tensor without elements, of the same kind; one for all where nothing else is special about it."""
+    if type(like) is not torch.Tensor:
+        return like.new_empty(0)
+    key = like.dtype, like.device
+    found = _EMPTY.get(key)
+    if found is None:
+        found = like.new_empty(0)
+        if type(found) is torch.Tensor and not found.is_inference():
+            _EMPTY[key] = found
+    return found
+
+
 class VersionWatch:
     """Notices an in-place change of a tensor without keeping its data alive.
 
@@ -118,7 +134,7 @@ class VersionWatch:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         alias = tensor.detach()
-        alias.data = alias.new_empty(0)
+        alias.data = _empty(alias)
         self._alias = alias
         self._version = alias._version
 

@@ -6,17 +6,22 @@ that out, and the engine asks for every run of every operator.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _SEQUENCES = frozenset({tuple, list})
-_ATOMS = frozenset({type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_OTHERS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+_ATOMS = _TENSORS | _OTHERS
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """All leaves of `tree`, in the order of `torch.utils._pytree.tree_flatten`."""
+    if type(tree) in _ATOMS:
+        return [tree]
     found: list[Any] = []
     _collect(tree, found)
     return found
@@ -25,10 +30,27 @@ def leaves_of(tree: Any) -> list[Any]:
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among a call's arguments."""
     found: list[Any] = []
-    _collect(args, found)
+    for arg in args:
+        if type(arg) in _TENSORS:
+            found.append(arg)
+        elif type(arg) not in _OTHERS:
+            _collect(arg, found)
     for value in kwargs.values():
-        _collect(value, found)
+        if type(value) in _TENSORS:
+            found.append(value)
+        elif type(value) not in _OTHERS:
+            _collect(value, found)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with `function` of each leaf in its place: torch's tree_map, in the order of `leaves_of`."""
+    kind = type(tree)
+    if kind in _ATOMS:
+        return function(tree)
+    if kind in _SEQUENCES:
+        return kind([mapped(function, item) for item in tree])
+    return tree_map(function, tree)
 
 
 def _collect(tree: Any, found: list[Any]) -> None:

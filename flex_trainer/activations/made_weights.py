@@ -19,12 +19,15 @@ from flex_trainer.compat import made_parametrizations, parametrizations_are_made
 
 
 class MadeWeights:
-    """The weights in a module that were made before its first run."""
+    """The weights in a module that were made before its first run.
+
+    Args:
+        parts: all modules in it.
+    """
 
     __slots__ = ("_attributes", "_keys", "_num_caching", "tensors")
 
-    def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
+    def __init__(self, parts: list[nn.Module]) -> None:
         self._num_caching, made = made_parametrizations()
         ids = {id(part) for part in parts} if made else set()
         of_parts = {key: tensor for key, tensor in made.items() if key[0] in ids and tensor is not None}

@@ -19,40 +19,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from flex_trainer.activations.identity import local_part
+from flex_trainer.activations.first_parameters import FirstParameters
 from flex_trainer.module_values import CONTAINERS, MAX_ITEMS, NOT_STATE, SMALL_BYTES
 
-_ANY_VERSION = -1
-"""In place of a version that the first run itself has moved."""
-_SCALARS = frozenset({type(None), bool, int, float, complex, str})
-_CONTAINERS = CONTAINERS
-_MOST_ITEMS = MAX_ITEMS
-"""Longer containers are not remembered as they were at the first run: a replay gets a copy of what they are then."""
+SCALARS = frozenset({type(None), bool, int, float, complex, str})
 _MOST_DEPTH = 4
-_MOST_COPIED_BYTES = SMALL_BYTES
-"""Larger tensors are not copied before the first run."""
-_Trained = list[tuple[nn.Parameter, bool]]
 
 
 class ModuleState:
-    """What the first run of an operator found."""
+    """Attributes, buffers, training flags and parameters of a module, when an operator first ran."""
 
-    __slots__ = ("_parameters", "_parts", "_trained")
+    __slots__ = ("_parameters", "_parts")
 
-    def __init__(self, module: nn.Module) -> None:
-        self._parts = [_Part(part) for part in module.modules()]
-        self._parameters = _facts(module)
-        self._trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    def __init__(self, module: nn.Module, parts: list[nn.Module]) -> None:
+        """`parts`: all modules in `module`."""
+        self._parts = [_Part(part) for part in parts]
+        self._parameters = FirstParameters(module, parts)
 
     def note_first_run(self) -> None:
-        """The first run has ended. A parameter whose version it moved is checked for its storage alone from now on:
-        parametrizations (PEFT's adapters on fused experts) set a parameter anew, to the same numbers, around each run.
-        """
-        versions = {place: version for _, place, version in _facts(self._parts[0].module)}
-        self._parameters = [
-            (storage, place, version if versions.get(place) == version else _ANY_VERSION)
-            for storage, place, version in self._parameters
-        ]
+        """The first run has ended."""
+        self._parameters.note_first_run()
 
     @contextmanager
     def restored(self, name: str) -> Iterator[None]:
@@ -62,101 +48,16 @@ class ModuleState:
             RuntimeError: a parameter that the run reads was exchanged or written to since, or a large tensor among the
                 attributes was written to.
         """
-        module = self._parts[0].module
-        guards = self._guards(module, name)
-        trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         now = [_Bindings(part.module) for part in self._parts]
         try:
-            for guard in guards:
-                guard.install()
-            _set_trained(trained, self._trained)
-            for part in self._parts:
-                part.bind(name)
-            yield
+            with self._parameters.restored(name):
+                for part in self._parts:
+                    part.bind(name)
+                yield
         finally:
             for part, bindings in zip(self._parts, now, strict=True):
                 part.rewind_generators()
                 bindings.bind()
-            for guard in guards:
-                guard.remove()
-            _set_trained(trained, trained)
-
-    def _guards(self, module: nn.Module, name: str) -> list[_Guard]:
-        """What raises when a parameter is read that has changed. Others may: an optimizer that runs in backward writes
-        each weight once its gradient is there, and an operator may be a part of a module."""
-        facts, first = _facts(module), self._parameters
-        if len(facts) == len(first) and all(
-            (a, v) == (b, w) or (a, w) == (b, _ANY_VERSION) for (_, a, v), (_, b, w) in zip(facts, first, strict=True)
-        ):
-            return []
-        versions = {place: version for _, place, version in first}
-        guards = []
-        for path, part in module.named_modules():
-            changed = {
-                key: f"{path}.{key}".removeprefix(".")
-                for key, parameter in part._parameters.items()
-                if parameter is not None and not _is_as_before(parameter, versions)
-            }
-            if changed:
-                guards.append(_Guard(part, changed, name))
-        if not guards:
-            raise _changed(f"the parameters of {name}")  # there are fewer than there were
-        return guards
-
-
-class _Guard:
-    """Raises when one of a module's changed parameters is read.
-
-    Args:
-        changed: names in the module, and from the operator's module on.
-    """
-
-    def __init__(self, module: nn.Module, changed: dict[str, str], operator: str) -> None:
-        self._module = module
-        self._parameters = module._parameters
-        self._guarded = _GuardedParameters(module._parameters)
-        self._guarded.changed, self._guarded.operator = changed, operator
-
-    def install(self) -> None:
-        vars(self._module)["_parameters"] = self._guarded
-
-    def remove(self) -> None:
-        vars(self._module)["_parameters"] = self._parameters
-
-
-class _GuardedParameters(dict[str, Any]):
-    """A module's parameters, some of which must not be read."""
-
-    changed: dict[str, str]
-    operator: str
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.changed:
-            raise _changed(f"parameter {self.changed[name]} of {self.operator}")
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401 - this is get
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-
-def _changed(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what} changed between forward and backward (an optimizer step, exchanged weights, functional_call, another "
-        "adapter): what was dropped cannot be computed again. Run backward before the change, or leave 'recompute' out "
-        "of strategies."
-    )
-
-
-def _is_as_before(parameter: torch.Tensor, versions: dict[tuple[int, int], int]) -> bool:
-    part = local_part(parameter)
-    version = versions.get((part.untyped_storage()._cdata, int(part.storage_offset())))
-    return version is not None and version in (part._version, _ANY_VERSION)
 
 
 class _Part:
@@ -211,16 +112,16 @@ class _Value:
         self._kept: torch.Tensor | None = None
         self._version = 0
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             self._content = value
-        elif kind in _CONTAINERS:
+        elif kind in CONTAINERS:
             if _is_settled(value, _MOST_DEPTH):
                 self._content = _copied(value, _MOST_DEPTH)
         elif isinstance(value, torch.Generator):
             self.stream = value.get_state()
         elif isinstance(value, torch.Tensor) and value.grad_fn is None and not value.is_inference():
             self._kept, self._version = value, value._version
-            if value.numel() * value.element_size() <= _MOST_COPIED_BYTES:
+            if value.numel() * value.element_size() <= SMALL_BYTES:
                 self._content = value.detach().clone()
 
     def for_replay(self, now: Any, name: str) -> Any:
@@ -235,11 +136,11 @@ class _Value:
                     "or have forward make a new tensor."
                 )
             return self._content.clone()
-        if type(now) in _CONTAINERS and (self._content is _SAME or type(self._content) in _CONTAINERS):
+        if type(now) in CONTAINERS and (self._content is _SAME or type(self._content) in CONTAINERS):
             return _copied(now if self._content is _SAME else self._content, _MOST_DEPTH)
-        if type(self._content) in _CONTAINERS:
+        if type(self._content) in CONTAINERS:
             return _copied(self._content, _MOST_DEPTH)
-        return self._content if type(self._content) in _SCALARS else _SAME
+        return self._content if type(self._content) in SCALARS else _SAME
 
 
 class _Bindings:
@@ -267,12 +168,13 @@ class _Bindings:
 
 
 def _is_settled(container: Any, depth: int) -> bool:
-    """Whether remembering what is in a container keeps no graph alive, and is cheap."""
-    if len(container) > _MOST_ITEMS or depth == 0:
+    """Whether remembering what is in a container keeps no graph alive, and is cheap. If not, a replay gets a copy of
+    what is in it then."""
+    if len(container) > MAX_ITEMS or depth == 0:
         return False
     items = container.values() if isinstance(container, dict) else container
     return all(
-        _is_settled(item, depth - 1) if type(item) in _CONTAINERS else getattr(item, "grad_fn", None) is None
+        _is_settled(item, depth - 1) if type(item) in CONTAINERS else getattr(item, "grad_fn", None) is None
         for item in items
     )
 
@@ -282,27 +184,6 @@ def _copied(container: Any, depth: int) -> Any:
     new = copy.copy(container)
     if depth > 0 and not isinstance(new, set):
         for key, item in list(new.items() if isinstance(new, dict) else enumerate(new)):
-            if type(item) in _CONTAINERS:
+            if type(item) in CONTAINERS:
                 new[key] = _copied(item, depth - 1)
     return new
-
-
-def _set_trained(now: _Trained, wanted: _Trained) -> None:
-    """Set which parameters are trained: by parameter where they are the same ones, else in order (FSDP2 has others)."""
-    by_parameter = {id(parameter): is_trained for parameter, is_trained in wanted}
-    for (parameter, _), (_, in_order) in zip(now, wanted, strict=True):
-        is_trained = by_parameter.get(id(parameter), in_order)
-        if parameter.requires_grad != is_trained:
-            parameter.requires_grad_(is_trained)
-
-
-def _facts(module: nn.Module) -> list[tuple[torch.UntypedStorage, tuple[int, int], int]]:
-    """For every parameter: its storage (held, so that the address stays its own), where it lies, and the version.
-
-    Not in the order of the module: parametrizations that come and go put their parameters last.
-    """
-    facts = [
-        (storage := part.untyped_storage(), (storage._cdata, int(part.storage_offset())), part._version)
-        for part in map(local_part, module.parameters())
-    ]
-    return sorted(facts, key=lambda fact: fact[1])

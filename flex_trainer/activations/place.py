@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from flex_trainer.strategy import Site
 
 OUTSIDE = "the model, outside of its layers"
 
@@ -17,10 +20,30 @@ class Place(NamedTuple):
 
 
 class Whereabouts:
-    """The engine's latest place, shared by the scopes of one run. A failed forward leaves the innermost operator."""
+    """The engine's latest place, shared by the scopes of one run. A failed forward leaves the innermost operator.
 
-    __slots__ = ("at",)
+    It changes several times in every operator and is hardly ever asked for, so it is put together when it is.
+    """
+
+    __slots__ = ("_running", "operator", "phase")
 
     def __init__(self) -> None:
-        self.at: Place | None = None
+        self.phase: str | None = None
+        self.operator = ""
+        self._running: Sequence[Site] | None = None
+
+    @property
+    def at(self) -> Place | None:
         """None before anything has run, and after a backward."""
+        if self._running is not None and self.phase == "forward":
+            return Place("forward", self._running[-1].name if self._running else OUTSIDE)
+        return None if self.phase is None else Place(self.phase, self.operator)
+
+    @at.setter
+    def at(self, place: Place | None) -> None:
+        self._running = None
+        self.phase, self.operator = (None, "") if place is None else place
+
+    def follow(self, running: Sequence[Site]) -> None:
+        """A forward begins: the operators that run, innermost last, say where it is, until `at` is set."""
+        self.phase, self._running = "forward", running

@@ -21,14 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flex_trainer.activations.context import ExecutionState, no_scope
+from flex_trainer.activations.first_parameters import parts_of
 from flex_trainer.activations.hooks import InnerHooks
 from flex_trainer.activations.identity import is_plain, storage_key
+from flex_trainer.activations.leaves import leaves_of, mapped
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.made_weights import MadeWeights
 from flex_trainer.activations.module_state import ModuleState
+from flex_trainer.activations.quick_state import QuickState, state_of
 from flex_trainer.activations.values import Packed, Slot, alive
 
 
@@ -53,23 +55,41 @@ class Region:
         parameters the function uses."""
         self.name = name
         self._function = function
-        leaves, self._spec = tree_flatten((args, kwargs))
-        self._leaves = [_PackedLeaf(leaf, pack_input) if _is_tensor(leaf) else leaf for leaf in leaves]
-        self._module_state = None if module is None else ModuleState(module)
-        self._hooks = None if module is None else InnerHooks(module)
-        self._made = None if module is None else MadeWeights(module)
+        device: torch.device | None = None  # whose random stream the operator may draw from, beside the CPU's
+
+        def pack(leaf: Any) -> Any:
+            nonlocal device
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if device is None and leaf.device.type not in _WITHOUT_STREAM:
+                device = leaf.device
+            return _PackedLeaf(leaf, pack_input)
+
+        # Lists and tuples of the call are made anew, so that what the caller does to its own later is not seen.
+        self._args = tuple([mapped(pack, arg) for arg in args])
+        self._kwargs = {name: mapped(pack, value) for name, value in kwargs.items()}
+        self._module_state: ModuleState | QuickState | None = None
+        self._hooks: InnerHooks | None = None
+        self._made: MadeWeights | None = None
+        if module is not None:
+            parts = parts_of(module)
+            self._module_state = state_of(module, parts)
+            if len(parts) > 1:
+                self._hooks = InnerHooks(module)
+            if type(self._module_state) is ModuleState:  # a module with weights that are made is not remembered quickly
+                self._made = MadeWeights(parts)
         made = [] if self._made is None else self._made.tensors
         self.given = {storage_key(tensor) for tensor in made if is_plain(tensor)}
         """Storages of weights that were made before: during the first run, these are inputs."""
         self._made_leaves = [_PackedLeaf(tensor, pack_input) for tensor in made]
-        self._state = ExecutionState.capture(_device_of(leaves))
+        self._state = ExecutionState(device or torch.device("cpu"))
         self._ledger = ledger
         self._inner: dict[int, weakref.ref[Slot]] = {}
         self._outputs: dict[int, weakref.ref[Slot]] = {}
 
     def first_run(self, num_saved: Callable[[], int]) -> AbstractContextManager[None]:
         """A context for the first run. `num_saved`: how many tensors the region has saved so far."""
-        return nullcontext() if self._hooks is None else self._hooks.first_run(num_saved)
+        return _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.first_run(num_saved)
 
     def note_first_run(self) -> None:
         """The first run has ended."""
@@ -96,11 +116,10 @@ class Region:
 
     def replay(self) -> None:
         """Run the operator again and fill every live slot. Random streams are left as they were found."""
-        inner = {number: slot for number, ref in self._inner.items() if (slot := alive(ref)) and slot.value is None}
-        outputs = {index: slot for index, ref in self._outputs.items() if (slot := alive(ref)) and slot.value is None}
-        args, kwargs = tree_unflatten(
-            [leaf.recover() if isinstance(leaf, _PackedLeaf) else leaf for leaf in self._leaves], self._spec
-        )
+        inner = {number: slot for number, ref in self._inner.items() if (slot := ref()) and slot.value is None}
+        outputs = {index: slot for index, ref in self._outputs.items() if (slot := ref()) and slot.value is None}
+        args = [_recovered(arg) for arg in self._args]
+        kwargs = {name: _recovered(value) for name, value in self._kwargs.items()}
         last_inner = max(inner, default=-1)
         number = -1
 
@@ -115,12 +134,12 @@ class Region:
         def never(_: None) -> torch.Tensor:
             raise AssertionError("a replay's own graph never runs backward")
 
-        module_state = nullcontext() if self._module_state is None else self._module_state.restored(self.name)
-        hooks = nullcontext() if self._hooks is None else self._hooks.replay()
+        module_state = _NOTHING if self._module_state is None else self._module_state.restored(self.name)
+        hooks = _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.replay()
         made = [leaf.recover() for leaf in self._made_leaves]
         with (
             module_state,
-            nullcontext() if self._made is None else self._made.found(made),
+            _NOTHING if self._made is None else self._made.found(made),
             hooks,
             no_scope(),
             self._state.restored(),
@@ -132,7 +151,7 @@ class Region:
             except _ReplayDone:
                 result = None
         if outputs:
-            leaves = tree_flatten(result)[0]
+            leaves = leaves_of(result)
             for index, slot in outputs.items():
                 slot.fill(leaves[index].detach())
         self._ledger.num_replays += 1
@@ -161,11 +180,12 @@ class _PackedLeaf:
         return tensor.detach().requires_grad_(self._requires_grad) if self._parameter is None else self._parameter
 
 
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
+def _recovered(tree: Any) -> Any:
+    """An argument with its tensors in the place of their packed forms."""
+    if type(tree) is _PackedLeaf:
+        return tree.recover()
+    return mapped(lambda leaf: leaf.recover() if type(leaf) is _PackedLeaf else leaf, tree)
 
 
-def _device_of(leaves: list[Any]) -> torch.device:
-    """The device whose random stream the operator may draw from, beside the CPU's."""
-    devices = [leaf.device for leaf in leaves if _is_tensor(leaf)]
-    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+_WITHOUT_STREAM = frozenset({"cpu", "meta"})
+_NOTHING: AbstractContextManager[None] = nullcontext()

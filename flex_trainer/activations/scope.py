@@ -6,6 +6,10 @@ construction what the paper calls conflicting mitigation (BaGuaLu-2, section V-A
 or on two devices, because two consumers chose differently.
 
 A scope is open during one forward. It keeps nothing alive afterwards: what backward needs hangs on the autograd graph.
+
+Looking at every saved tensor costs the host as much as a plain forward of small kernels. Where everything is kept and
+all sizes are known (known.py), it is not done: then operators are only listed. `watch` ends that, for a plan that
+begins to mitigate in mid-forward.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,13 +26,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from flex_trainer.activations.clock import Clock, HostClock
+from flex_trainer.activations.collector import collector_paused
 from flex_trainer.activations.context import current_scope, scope_is
+from flex_trainer.activations.entry import Entry, keeps_nothing
 from flex_trainer.activations.identity import StorageTable, is_plain, storage_key
+from flex_trainer.activations.known import KnownForward, KnownHolding
 from flex_trainer.activations.leaves import leaves_of, tensors_of
 from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.mitigation import Mitigation
 from flex_trainer.activations.offload import OffloadStore
-from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
-from flex_trainer.activations.quantize import QuantizedValue
+from flex_trainer.activations.place import OUTSIDE, Whereabouts
+from flex_trainer.activations.quantize import NonFinite
 from flex_trainer.activations.region import Region
 from flex_trainer.activations.residency import Residency
 from flex_trainer.activations.storage_layout import StorageLayout
@@ -54,46 +62,6 @@ class Choices(Protocol):
     def strategy(self, site: Site) -> Strategy: ...
 
 
-class _Entry:
-    """What the scope knows of one storage."""
-
-    __slots__ = (
-        "holding",
-        "dropped_bytes",
-        "is_counted",
-        "num_bytes",
-        "owner",
-        "pins",
-        "region",
-        "strategy",
-        "stored",
-        "value",
-        "version",
-    )
-
-    def __init__(self, owner: int, strategy: Strategy, value: int, version: int, num_bytes: int) -> None:
-        self.owner = owner
-        self.strategy = strategy
-        self.value = value
-        self.version = version
-        self.num_bytes = num_bytes
-        self.region: tuple[Region, int] | None = None  # (region, output index) when it is a recomputed output
-        self.holding: weakref.ref[Holding] | None = None
-        self.stored: weakref.ref[StoredValue] | None = None
-        self.is_counted = False  # in the ledger's demand
-        self.dropped_bytes = 0  # in the ledger's freed bytes, since a replay brings them back
-        self.pins: list[weakref.ref[Any]] = []  # alive as long as anything packed of this storage is
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether autograd holds anything of this storage."""
-        return any(pin() is not None for pin in self.pins)
-
-
-def _keeps_nothing(entry: _Entry) -> bool:
-    return entry.region is None
-
-
 class Scope:
     """One micro-batch's forward under a plan."""
 
@@ -112,14 +80,16 @@ class Scope:
         whereabouts: Whereabouts | None = None,
         residency: Residency | None = None,
         on_backward: Callable[[int], None] = lambda number: None,
+        known: KnownForward | None = None,
+        non_finite: NonFinite | None = None,
     ) -> None:
-        """`parameters`: tensors (parameters and buffers) that are only ever referred to. `residency`: where there are
-        others, that come and go (sharded weights). `modules`: by
-        site name, for what a replay has to restore and check. `on_memory` is called at
-        points where memory in use is worth sampling: operator boundaries in forward, values coming back in backward.
-        `on_backward` is called with the number of each backward (see `compat.current_backward`) that begins to ask for
-        values.
-        `whereabouts` is kept up to date for whoever has to say where something failed."""
+        """`parameters`: tensors (parameters and buffers) that are only ever referred to, looked up when they are
+        needed. `residency`: where there are others, that come and go (sharded weights). `modules`: by site name, for
+        what a replay has to restore and check. `on_memory` is called at points where memory in use is worth sampling:
+        operator boundaries in forward, values coming back in backward. `whereabouts` is kept up to date, so that an
+        error can name the operator. `on_backward` is called with the number of each backward (see
+        `compat.current_backward`) that begins to ask for values. `known`: see there. `non_finite`: what earlier micro-batches have found, which this one adds
+        to."""
         self.ledger = ledger
         self._trace = Trace()
         self._marks: list[tuple[int, Any, Any]] = []  # (call, start, end): times not read yet
@@ -130,24 +100,31 @@ class Scope:
         """Whether backward has asked for any value yet."""
         self._choices = choices
         self._modules = modules or {}
-        self._store = store
-        self._quantize_dtype = quantize_dtype
-        self._min_mitigated_bytes = min_mitigated_bytes
         self._on_memory = on_memory
         self._clock: Clock = clock or HostClock()
+        self.mitigation = Mitigation(
+            ledger, self._clock, store, quantize_dtype, min_mitigated_bytes, non_finite or NonFinite()
+        )
         self._whereabouts = whereabouts or Whereabouts()
         self._residency = residency
-        parameters = list(parameters)
-        # Tensors on other devices (a few numbers on the host, shapes on meta) are left alone: they take no room here.
-        self._device = parameters[0].device if parameters else None
-        self._parameters = {storage_key(p) for p in parameters if is_plain(p)}
-        self._table: StorageTable[_Entry] = StorageTable()
-        self._stack: list[int] = []  # calls that are running, innermost last,
+        self.known = known
+        """What this forward holds, if all is kept; None: every saved tensor is looked at. Set before it is opened."""
+        self._first_values: list[int] = []  # of each call
+        self._unwatched: list[Site] = []  # operators that ran while nothing was looked at
+        self._holding: KnownHolding | None = None  # of those
+        self._has_sentinel = False
+        self._is_bare = False  # open without hooks outside of operators
+        self._parameter_tensors = parameters
+        self._parameters: set[int] = set()
+        self._device: torch.device | None = None  # of the first parameter
+        self._table: StorageTable[Entry] = StorageTable()
+        self._running: list[Site] = []  # operators that are running, innermost last; after an error, where it came from
+        self._stack: list[int] = []  # their calls,
         self._between: list[Strategy] = []  # and what becomes of what is computed between their operators
         self._region: Region | None = None  # the region that is running, if any,
         self._region_call = -1  # and its call
         self._num_packs = 0  # in the running region
-        self._fresh: list[_Entry] = []  # counted since the last sweep
+        self._fresh: list[Entry] = []  # counted since the last sweep
         self._has_warned = False
 
     @contextmanager
@@ -157,17 +134,37 @@ class Scope:
         Args:
             is_last: if not, it will be opened again for the same forward, or closed.
         """
+        if self.known is not None and top_pack_hook() is not None:
+            self.watch()  # hooks from outside would get what is saved
+        self._is_bare = self.known is not None
+        # What is noted of saved tensors is alive until backward: looking through it for cycles would find none.
+        with nullcontext() if self._is_bare else collector_paused(), self._opened(is_last):
+            yield self
+
+    @contextmanager
+    def _opened(self, is_last: bool) -> Iterator[None]:
+        self._whereabouts.follow(self._running)
+        known = self.known
+        if known is not None:
+            self._holding = KnownHolding(known, self.ledger)
+        elif not self._parameters:
+            self._find_parameters()
         unpack = self._unpacker() if self._unpacker is not None else None
         if unpack is None:
             unpack = functools.partial(self._unpack)
             self._unpacker = weakref.ref(unpack)
-        with scope_is(self), saved_tensors_hooks(self._pack, unpack):
-            try:
-                yield self
-            finally:
-                self.sweep()
-                if is_last:
-                    self.close()
+        try:
+            with scope_is(self), nullcontext() if self._is_bare else saved_tensors_hooks(self._pack, unpack):
+                yield
+            if self._holding is not None and self.known is not None:
+                self._holding.end_forward()
+        finally:
+            self._holding = None
+            self.sweep()
+            self._whereabouts.at = self._whereabouts.at  # a copy: what runs is forgotten now
+            self._running.clear()
+            if is_last:
+                self.close()
 
     def close(self) -> None:
         """Forward has ended."""
@@ -178,15 +175,41 @@ class Scope:
 
     @property
     def holds_values(self) -> bool:
-        """Whether autograd holds anything that was saved here: each saved tensor holds the hook that unpacks it."""
+        """Whether autograd holds anything that was saved here: each saved tensor that is looked at holds the hook that
+        unpacks it."""
         return self._unpacker is not None and self._unpacker() is not None
 
     @property
+    def is_watching(self) -> bool:
+        """Whether saved tensors are looked at from here on."""
+        return self.known is None
+
+    def watch(self) -> None:
+        """From here on, look at every saved tensor: strategies are not all "keep" any more, say. What was saved before
+        stays as it is."""
+        if self.known is None:
+            return
+        self.known = None
+        if self._holding is None:
+            return  # not open yet
+        self._find_parameters()
+        if self._running:
+            self._holding.end_layer(max(site.layer for site in self._running))
+
+    def _find_parameters(self) -> None:
+        parameters = list(self._parameter_tensors)
+        # Tensors on other devices (a few numbers on the host, shapes on meta) are left alone: they take no room here.
+        self._device = parameters[0].device if parameters else None
+        self._parameters.update(storage_key(p) for p in parameters if is_plain(p))
+
+    @property
     def trace(self) -> Trace:
-        """What forward did. Reading it on CUDA waits for the operators whose times were not read yet."""
+        """What forward did, in as far as it was watched. Reading it on CUDA waits for the operators whose times were
+        not read yet."""
         for index, start, end in self._marks:
             self._trace.calls[index].seconds = self._clock.seconds(start, end)
         self._marks.clear()
+        self.mitigation.read_flags(self._trace.values)
         return self._trace
 
     @property
@@ -195,9 +218,19 @@ class Scope:
         return len(self._trace.calls), len(self._trace.values)
 
     @property
+    def is_traced(self) -> bool:
+        """Whether all of the forward was watched, so that `trace` tells all."""
+        return self.known is None and not self._unwatched
+
+    @property
     def calls(self) -> list[CallTrace]:
-        """The calls so far, without their times: nothing is waited for."""
+        """The calls so far that were watched, without their times: nothing is waited for."""
         return self._trace.calls
+
+    @property
+    def sites(self) -> list[Site]:
+        """What has run so far, or begun to."""
+        return [*self._unwatched, *(call.site for call in self._trace.calls)]
 
     # Running operators
 
@@ -206,21 +239,43 @@ class Scope:
         current scope (in a replay, for one), or where somebody else packs what is saved."""
         if current_scope() is not self or not self.is_on_top():
             return function(*args, **kwargs)
+        running = self._running
+        depth = len(running)
+        running.append(site)
+        self._whereabouts.phase = "forward"
+        if self.known is not None:
+            self._unwatched.append(site)
+            if self._has_sentinel and site.layer >= 0:
+                result = function(*args, **kwargs)
+            else:
+                with saved_tensors_hooks(self._pack_sentinel, self._unpack_hook()):
+                    result = function(*args, **kwargs)
+        elif self._is_bare and self._region is None:  # watched since a while
+            with saved_tensors_hooks(self._pack, self._unpack_hook()):
+                result = self._run_watched(site, function, args, kwargs)
+        else:
+            result = self._run_watched(site, function, args, kwargs)
+        del running[depth:]  # not after an error: it has come from the innermost
+        return result
+
+    def _run_watched(
+        self, site: Site, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self._residency is not None:
             self._parameters.update(storage_key(weight) for weight in self._residency.weights(site.name))
-        call = CallTrace(site, parent=self._stack[-1] if self._stack else -1)
+        call = CallTrace(site, self._stack[-1] if self._stack else -1)
         for tensor in tensors_of(args, kwargs):
             entry = self._entry(tensor)
             if entry is not None:
                 call.inputs.append(entry.value)
         index = len(self._trace.calls)
         self._trace.calls.append(call)
+        self._first_values.append(len(self._trace.values))
         chosen = self._choices.strategy(site)
         strategy = self._strategy_now(site, chosen)
         outer_region = self._region, self._region_call
         self._stack.append(index)
         self._between.append(Strategy.KEEP if chosen is Strategy.RECOMPUTE else chosen)
-        self._whereabouts.at = Place("forward", site.name)
         start = self._clock.mark()
         try:
             if strategy is Strategy.RECOMPUTE:
@@ -233,7 +288,6 @@ class Scope:
             self._between.pop()
             self._region, self._region_call = outer_region
         self._note_outputs(index, strategy, result, region)
-        self._whereabouts.at = Place("forward", self._name())
         self._on_memory()
         return result
 
@@ -241,9 +295,11 @@ class Scope:
         """Whether this scope gets what is saved. Not inside of others' hooks, such as those of torch's checkpoint: that
         runs what is inside of it again in backward, and must find the same tensors saved. Says so once."""
         hook = top_pack_hook()
+        if hook is None:
+            return self._is_bare
         if getattr(hook, "__self__", None) is self:
             return True
-        if hook is not None and not self._has_warned:
+        if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"Inside {self._name()}, saved tensors go to hooks that are not FlexTrainer's "
@@ -268,14 +324,11 @@ class Scope:
         region = Region(name, function, args, kwargs, self._pack_input, self.ledger, module)
         self._region, self._region_call = region, index
         self._num_packs = 0
-        inputs = [tensor for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
-        versions = [tensor._version for tensor in inputs]
-        assert self._unpacker is not None, "while the scope is open"
-        unpack = self._unpacker() or self._unpack
-        with saved_tensors_hooks(self._pack_inner, unpack), region.first_run(lambda: self._num_packs):
+        inputs = [(tensor, tensor._version) for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
+        with saved_tensors_hooks(self._pack_inner, self._unpack_hook()), region.first_run(lambda: self._num_packs):
             result = function(*args, **kwargs)
         region.note_first_run()
-        if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
+        if any(tensor._version != version for tensor, version in inputs):
             raise RuntimeError(
                 f"{name} changes one of its inputs in place, so it cannot be run a second time in backward. Use the "
                 "out-of-place form of that operation, or leave 'recompute' out of strategies."
@@ -291,9 +344,9 @@ class Scope:
             if storage._cdata in self._parameters:
                 continue
             entry = self._table.get(storage)
-            if entry is None and self._is_elsewhere(leaf):
-                continue
             if entry is None:
+                if self._is_elsewhere(leaf):
+                    continue
                 entry = self._new_entry(leaf, storage, index, strategy)
             elif entry.owner != index and not self._is_inside(entry.owner, index):
                 continue  # an input handed through: its producer governs it
@@ -310,6 +363,11 @@ class Scope:
     def sweep(self) -> None:
         """Forget dead storages (called when a layer ends), and savers on branches of the graph that died in forward,
         such as a router's unused scores."""
+        if self.known is not None:
+            if self._holding is not None and self._unwatched:
+                self._holding.end_layer(self._unwatched[-1].layer)
+            self._on_memory()
+            return
         for entry in self._fresh:
             if not entry.is_pinned:
                 value = self._trace.values[entry.value]
@@ -319,7 +377,7 @@ class Scope:
                 self.ledger.freed("recompute", -entry.dropped_bytes)
                 entry.dropped_bytes = 0
         self._fresh.clear()
-        self._table.sweep(_keeps_nothing)
+        self._table.sweep(keeps_nothing)
 
     # Packing
 
@@ -329,7 +387,7 @@ class Scope:
         if entry is None:
             return self._refer(tensor)
         self._note_change(entry, tensor)
-        self._count(entry, tensor)
+        self._count(entry)
         return self._hold(entry, tensor)
 
     def _pack_inner(self, tensor: torch.Tensor) -> Packed:
@@ -338,21 +396,25 @@ class Scope:
         self._num_packs += 1
         region = self._region
         assert region is not None
-        known = self._table.get(tensor.untyped_storage()) if is_plain(tensor) else None
-        if known is not None:
-            self._note_change(known, tensor)
-        is_given = known is not None and bool(region.given) and storage_key(tensor) in region.given
-        if known is not None and (is_given or not self._is_inside(known.owner, self._region_call)):
-            self._count(known, tensor)
-            return self._hold(known, tensor)  # an input of the region, or a value from before it
-        entry = self._entry(tensor)
-        if entry is None:
+        if not is_plain(tensor):
             return self._refer(tensor)
+        storage = tensor.untyped_storage()
+        entry = self._table.get(storage)
+        if entry is None:
+            if storage._cdata in self._parameters or self._is_elsewhere(tensor):
+                return self._refer(tensor)
+            entry = self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
+        else:
+            self._note_change(entry, tensor)
+            is_given = bool(region.given) and storage._cdata in region.given
+            if is_given or not self._is_inside(entry.owner, self._region_call):
+                self._count(entry)
+                return self._hold(entry, tensor)  # an input of the region, or a value from before it
         if not entry.is_counted:
             self._drop(entry)
-        self._count(entry, tensor)
+        self._count(entry)
         slot = region.inner_slot(number)
-        entry.pins.append(weakref.ref(slot))
+        entry.pin(weakref.ref(slot))
         return PackedInner(slot, tensor, region.name)
 
     def _pack_input(self, tensor: torch.Tensor) -> Packed:
@@ -363,6 +425,12 @@ class Scope:
         self._note_change(entry, tensor)
         return self._hold(entry, tensor)
 
+    def _pack_sentinel(self, tensor: torch.Tensor) -> Packed:
+        """Where nothing is looked at: keep the tensor, and with it the account of the whole forward."""
+        self._has_sentinel = True
+        assert self._holding is not None
+        return PackedKept(_detached(tensor), self._holding, self._running[-1].name if self._running else OUTSIDE)
+
     def _refer(self, tensor: torch.Tensor) -> PackedReference:
         """The packed form of a parameter, or of a tensor of a kind that is left alone."""
         self.ledger.num_unmanaged += not is_plain(tensor)
@@ -370,7 +438,13 @@ class Scope:
 
     def _reference(self, tensor: torch.Tensor) -> PackedReference:
         # A parameter has no graph to keep alive, and kernels may look for attributes on it.
-        return PackedReference(tensor if type(tensor) is nn.Parameter else tensor.detach(), self._name())
+        return PackedReference(tensor if type(tensor) is nn.Parameter else _detached(tensor), self._name())
+
+    def _unpack_hook(self) -> Callable[[Packed], torch.Tensor]:
+        """The hook that brings values back; alive while the scope is open, and then as long as autograd holds any."""
+        unpack = self._unpacker() if self._unpacker is not None else None
+        assert unpack is not None, "while the scope is open"
+        return unpack
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         self.was_used = True
@@ -378,55 +452,41 @@ class Scope:
         if number != self._backward:
             self._backward = number
             self._on_backward(number)
-        self._whereabouts.at = Place("recovery", packed.name)
+        whereabouts = self._whereabouts
+        whereabouts.phase, whereabouts.operator = "recovery", packed.name
         tensor = packed.get()
-        self._whereabouts.at = Place("backward", packed.name)
+        whereabouts.phase, whereabouts.operator = "backward", packed.name
         self._on_memory()
         return tensor
 
-    def _hold(self, entry: _Entry, tensor: torch.Tensor) -> Packed:
+    def _hold(self, entry: Entry, tensor: torch.Tensor) -> Packed:
         """The packed form of a tensor whose storage is known."""
-        name = self._owner_name(entry)
-        if entry.region is not None and entry.version == tensor._version and self._is_whole(entry.region[0]):
+        strategy, name = entry.strategy, self._owner_name(entry)
+        if entry.region is not None and self._is_whole(entry.region[0]):
             region, output = entry.region
             slot = region.output_slot(output)
-            entry.pins.append(weakref.ref(slot))
+            entry.pin(weakref.ref(slot))
             return PackedOutput(slot, tensor, name)
         # A storage of rounded numbers may be shown as numbers only, never as integers or bits.
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        is_mitigated = entry.strategy is Strategy.OFFLOAD or (entry.strategy is Strategy.QUANTIZE and is_number)
-        if is_mitigated and entry.version == tensor._version:
-            stored = alive(entry.stored) or self._put(entry, tensor)
+        is_mitigated = strategy is Strategy.OFFLOAD or (
+            strategy is Strategy.QUANTIZE and (tensor.is_floating_point() or tensor.is_complex())
+        )
+        if is_mitigated:
+            stored = alive(entry.stored) or self._put(entry, tensor, name)
             if stored is not None:
                 return PackedStored(stored, tensor, name)
         holding = alive(entry.holding)
         if holding is None:
             holding = Holding(self.ledger, entry.num_bytes)
             entry.holding = weakref.ref(holding)
-            entry.pins.append(entry.holding)
-        return PackedKept(tensor.detach(), holding, name)
+            entry.pin(entry.holding)
+        return PackedKept(_detached(tensor), holding, name)
 
-    def _put(self, entry: _Entry, tensor: torch.Tensor) -> StoredValue | None:
-        """Offload or quantise the storage, unless it is too small, already held as it is, or of the wrong kind."""
-        if entry.num_bytes < self._min_mitigated_bytes or alive(entry.holding) is not None:
-            return None
-        stored: StoredValue | None = None
-        value = self._trace.values[entry.value]
-        start = self._clock.mark()
-        if entry.strategy is Strategy.OFFLOAD and self._store is not None:
-            stored = self._store().put(tensor, self.ledger)
-        elif entry.strategy is Strategy.QUANTIZE and QuantizedValue.shrinks(tensor, value.layout):
-            if QuantizedValue.is_finite(tensor):
-                stored = QuantizedValue(tensor, self._quantize_dtype, self.ledger, value.layout)
-            else:
-                value.has_infinity = QuantizedValue.has_infinity(tensor)
-        self._clock.pause(start)
-        if stored is not None:
-            entry.stored = weakref.ref(stored)
-            entry.pins.append(entry.stored)
-        return stored
+    def _put(self, entry: Entry, tensor: torch.Tensor, name: str) -> StoredValue | None:
+        number = entry.value - (self._first_values[entry.owner] if entry.owner >= 0 else 0)
+        return self.mitigation.put(entry, tensor, self._trace.values[entry.value], (name, number))
 
-    def _count(self, entry: _Entry, tensor: torch.Tensor) -> None:
+    def _count(self, entry: Entry) -> None:
         """Note that autograd saves this storage, once per storage in the ledger, once per saver in the trace."""
         value = self._trace.values[entry.value]
         saver = self._stack[-1] if self._stack else -1
@@ -436,10 +496,10 @@ class Scope:
             entry.is_counted = True
             self._fresh.append(entry)
             self.ledger.demand(entry.num_bytes)
-            if entry.region is not None and entry.version == tensor._version and self._is_whole(entry.region[0]):
+            if entry.region is not None and self._is_whole(entry.region[0]):
                 self._drop(entry)
 
-    def _note_change(self, entry: _Entry, tensor: torch.Tensor) -> None:
+    def _note_change(self, entry: Entry, tensor: torch.Tensor) -> None:
         """A storage that was changed in place since it was made (noise multiplied into a norm's output) is what the
         code that changed it made, which is between the operators of the innermost block around its maker and its saver:
         recomputing the maker does not bring it back, so neither a plan nor a run may count on that."""
@@ -459,13 +519,13 @@ class Scope:
         """Whether a region can be run again in the backward of whoever saves one of its outputs now."""
         return self._residency is None or self._residency.is_whole(region.name, self._name())
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: Entry) -> None:
         entry.dropped_bytes = entry.num_bytes
         self.ledger.freed("recompute", entry.dropped_bytes)
 
     # Identity
 
-    def _entry(self, tensor: torch.Tensor) -> _Entry | None:
+    def _entry(self, tensor: torch.Tensor) -> Entry | None:
         """What is known of the tensor's storage; None for parameters and for kinds of tensors left alone."""
         if not is_plain(tensor):
             return None
@@ -482,14 +542,19 @@ class Scope:
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         return self._device is not None and tensor.device != self._device
 
-    def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> _Entry:
+    def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> Entry:
         num_bytes = storage.nbytes()
         self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size(), layout=StorageLayout.of(tensor)))
-        entry = _Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
+        entry = Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
         return self._table.put(storage, entry)
 
     def _name(self) -> str:
-        return self._trace.calls[self._stack[-1]].site.name if self._stack else OUTSIDE
+        return self._running[-1].name if self._running else OUTSIDE
 
-    def _owner_name(self, entry: _Entry) -> str:
+    def _owner_name(self, entry: Entry) -> str:
         return self._trace.calls[entry.owner].site.name if entry.owner >= 0 else OUTSIDE
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph; autograd hands most over in that form already."""
+    return tensor.detach() if tensor.requires_grad else tensor

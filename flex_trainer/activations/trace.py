@@ -11,7 +11,7 @@ from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.strategy import Site
 
 
-@dataclass
+@dataclass(slots=True)
 class ValueTrace:
     """One storage."""
 
@@ -50,7 +50,7 @@ class Work:
     """Gradients of parameters that its backward leaves behind."""
 
 
-@dataclass
+@dataclass(slots=True)
 class CallTrace:
     """One run of an operator or block."""
 

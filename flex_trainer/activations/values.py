@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from flex_trainer.activations.identity import VersionWatch, View
+from flex_trainer.activations.known import KnownHolding
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.parameters import for_backward
 
@@ -69,7 +70,7 @@ class PackedKept:
 
     __slots__ = ("_holding", "name", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, holding: Holding, name: str) -> None:
+    def __init__(self, tensor: torch.Tensor, holding: Holding | KnownHolding, name: str) -> None:
         self._tensor = tensor
         self._version = tensor._version
         self._holding = holding

@@ -92,17 +92,23 @@ def run_layer(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """Everything of a layer's experts that comes after the exchange of counts. See FlexEP."""
-    local_experts = functools.partial(local.run, layout, run)
+    sizes, numbers = layout.split()
+    local_experts = functools.partial(local.run, sizes, run)
 
     def ep_block(
-        hidden_states: torch.Tensor, top_k_weights: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor
+        hidden_states: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        *numbers: torch.Tensor,
     ) -> torch.Tensor:
-        send = functools.partial(dispatch, transport, layout)
-        return run("experts", local_experts, *run("dispatch", send, hidden_states, top_k_weights, ids), offsets)
+        send = functools.partial(dispatch, transport, sizes)
+        received = run("dispatch", send, hidden_states, top_k_weights, ids, *numbers)
+        return run("experts", local_experts, *received, offsets)
 
     # Routing data are handed on as arguments, so that the engine knows that they were made before.
-    rows = run("ep_block", ep_block, hidden_states, top_k_weights, top_k_index, layout.offsets)
-    return run("combine", functools.partial(combine, transport, layout), rows)
+    rows = run("ep_block", ep_block, hidden_states, top_k_weights, top_k_index, layout.offsets, *numbers)
+    return run("combine", functools.partial(combine, transport, sizes), rows, *numbers)
 
 
 class Dispatcher(Protocol):

@@ -6,7 +6,7 @@ equal, contiguous shares on R ranks, rank r owns experts r E/R to (r + 1) E/R - 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,6 +84,11 @@ class Layout:
     """Of all ranks together."""
     sent_tokens: torch.Tensor
     """(S,), int64: the token of each row, in the order of ranks, then tokens."""
+    turns: torch.Tensor
+    """(S,), int64: numbers of rows in the order in which rows of tokens are summed: the first row of every token, then
+    the second ones. In one turn no token comes twice, so a sum is the same each time."""
+    turn_sizes: tuple[int, ...]
+    """Rows of each turn, min(R, K) of them: a token goes to no more ranks than it has experts."""
     expert_counts: torch.Tensor
     """(E/R,), int64: pairs of each expert of this rank."""
     offsets: torch.Tensor
@@ -98,6 +103,16 @@ class Layout:
     @property
     def num_received(self) -> int:
         return sum(self.received_sizes)
+
+    def split(self) -> tuple[Layout, tuple[torch.Tensor, torch.Tensor]]:
+        """The layout without the tensors that follow the number of rows, and these, for `joined`. An autograd node that
+        held them in a layout would hide them from whoever counts what is saved."""
+        nothing = self.sent_tokens.new_empty(0)
+        return replace(self, sent_tokens=nothing, turns=nothing), (self.sent_tokens, self.turns)
+
+    def joined(self, sent_tokens: torch.Tensor, turns: torch.Tensor) -> Layout:
+        """The layout that was split."""
+        return replace(self, sent_tokens=sent_tokens, turns=turns)
 
     @classmethod
     def even(cls, top_k_index: torch.Tensor, num_local_experts: int, num_ranks: int) -> Layout:
@@ -117,6 +132,8 @@ class Layout:
             num_pairs=num_tokens * num_top_k,
             num_all_pairs=num_tokens * num_top_k * num_ranks,
             sent_tokens=top_k_index.new_empty(sum(sizes), dtype=torch.int64),
+            turns=top_k_index.new_empty(sum(sizes), dtype=torch.int64),
+            turn_sizes=tuple(size for size in sizes if size),
             expert_counts=top_k_index.new_zeros(num_local_experts, dtype=torch.int64),
             offsets=top_k_index.new_zeros(num_local_experts, dtype=torch.int32),
             is_replay_agreed=False,
@@ -133,12 +150,22 @@ class Layout:
         """
         num_local_experts = header.size(1) - _NUM_FACTS
         expert_counts = header[:, :num_local_experts].sum(dim=0)
+        goes_to = outgoing.goes_to
+        num_ranks, num_tokens = goes_to.shape
+        num_turns = min(num_ranks, outgoing.top_k_index.size(1))
+        turns_before = goes_to.cumsum(dim=0) - 1  # (R, N): rows of the same token to ranks before
+        num_rows = turns_before[-1] + 1
+        turn_sizes = (num_rows > torch.arange(num_turns, device=num_rows.device).unsqueeze(1)).sum(dim=1)
         facts = torch.cat([outgoing.goes_to.sum(dim=1, dtype=torch.int64).unsqueeze(1), header[:, -_NUM_FACTS:]], dim=1)
-        summary = torch.cat([facts.reshape(-1), expert_counts.sum().unsqueeze(0)]).tolist()
-        num_pairs = summary.pop()
+        summary = torch.cat([facts.reshape(-1), expert_counts.sum().unsqueeze(0), turn_sizes]).tolist()
+        summary, num_pairs, sizes = summary[: facts.numel()], summary[facts.numel()], summary[facts.numel() + 1 :]
         columns = (tuple(summary[column :: 1 + _NUM_FACTS]) for column in range(1 + _NUM_FACTS))
         sent, received, pairs, is_planned, is_acceptable, *needs = columns
-        sent_tokens = torch.nonzero_static(outgoing.goes_to, size=sum(sent))[:, 1]
+        # Room for as many rows as there can be, so that what is held of a layer does not depend on the router.
+        places = torch.nonzero_static(goes_to, size=num_tokens * num_turns)
+        is_row = places[:, 0] >= 0
+        turn = turns_before.reshape(-1).take((places[:, 0] * num_tokens + places[:, 1]).clamp_(min=0))
+        turns = torch.sort(torch.where(is_row, turn, num_turns), stable=True).indices
         return cls(
             num_tokens=outgoing.goes_to.size(1),
             num_top_k=outgoing.top_k_index.size(1),
@@ -147,7 +174,9 @@ class Layout:
             received_sizes=received,
             num_pairs=num_pairs,
             num_all_pairs=sum(pairs),
-            sent_tokens=sent_tokens,
+            sent_tokens=places[:, 1].clone(memory_format=torch.contiguous_format)[: sum(sent)],
+            turns=turns[: sum(sent)],
+            turn_sizes=tuple(sizes),
             expert_counts=expert_counts,
             offsets=torch.cumsum(expert_counts, dim=0, dtype=torch.int32),
             is_replay_agreed=all(is_planned),

@@ -69,19 +69,27 @@ class AllToAll:
 
     def combine(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sent, received = self._sizes(layout)
-        own, others = self._tokens(layout)
-        num_others = sum(received)
+        num_others, num_own = sum(sent), layout.sent_sizes[self._rank]
         rows = [tensor.contiguous() for tensor in tensors]
-        buffers = [tensor.new_empty((len(others), *tensor.shape[1:])) for tensor in tensors]
-        works = [self._start(b, r[:num_others], sent, received) for b, r in zip(buffers, rows, strict=True)]
-        totals = [_zeros(layout.num_tokens, tensor) for tensor in tensors]
-        for total, tensor in zip(totals, rows, strict=True):
-            _add(total, own, tensor[num_others:])
+        buffers = [tensor.new_empty((num_others + num_own, *tensor.shape[1:])) for tensor in tensors]
+        works = [
+            self._start(buffer[:num_others], tensor[: sum(received)], sent, received)
+            for buffer, tensor in zip(buffers, rows, strict=True)
+        ]
+        for buffer, tensor in zip(buffers, rows, strict=True):
+            buffer[num_others:].copy_(tensor[sum(received) :])
+        turns = self._places(layout).split(layout.turn_sizes)
+        tokens = layout.sent_tokens.index_select(0, layout.turns).split(layout.turn_sizes)
         self.waiting.wait(works)
-        for total, buffer in zip(totals, buffers, strict=True):
-            for tokens, part in zip(others.split(sent), buffer.split(sent), strict=True):
-                _add(total, tokens, part)
-        return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
+        return [_sum(layout.num_tokens, buffer, turns, tokens) for buffer in buffers]
+
+    def _places(self, layout: Layout) -> torch.Tensor:
+        """Where each row of `layout.turns` lies in a buffer that has this rank's own rows last."""
+        own = layout.sent_sizes[self._rank]
+        before = sum(layout.sent_sizes[: self._rank])
+        after = sum(layout.sent_sizes) - before - own
+        turns = layout.turns
+        return torch.where(turns < before, turns, torch.where(turns < before + own, turns + after, turns - own))
 
     def _sizes(self, layout: Layout) -> tuple[list[int], list[int]]:
         """Rows sent to each rank and received from it; none to this one itself."""
@@ -91,9 +99,10 @@ class AllToAll:
 
     def _tokens(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of rows that stay here, and of those that go to the other ranks, in their order."""
-        tokens = list(layout.sent_tokens.split(layout.sent_sizes))
-        own = tokens.pop(self._rank)
-        return own, torch.cat(tokens) if tokens else own[:0]
+        start = sum(layout.sent_sizes[: self._rank])
+        end = start + layout.sent_sizes[self._rank]
+        tokens = layout.sent_tokens
+        return tokens[start:end], torch.cat([tokens[:start], tokens[end:]])
 
     def _start(self, output: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> Work:
         return _started(dist.all_to_all_single(output, rows, received, sent, group=self._group, async_op=True))
@@ -104,11 +113,12 @@ def _started(work: Any) -> Work:
     return work
 
 
-def _zeros(num_tokens: int, rows: torch.Tensor) -> torch.Tensor:
-    """(N, ...) to add (M, ...) rows to."""
+def _sum(
+    num_tokens: int, rows: torch.Tensor, turns: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """(N, ...) sums of the (S, ...) rows of each token, half precision in float32. As many kernels as turns."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    return torch.zeros((num_tokens, *rows.shape[1:]), dtype=dtype, device=rows.device)
-
-
-def _add(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-    total.index_add_(0, tokens, rows.to(total.dtype))
+    total = torch.zeros((num_tokens, *rows.shape[1:]), dtype=dtype, device=rows.device)
+    for places, of_token in zip(turns, tokens, strict=True):
+        total.index_add_(0, of_token, rows.index_select(0, places).to(dtype))
+    return total.to(rows.dtype)

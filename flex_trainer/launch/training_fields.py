@@ -11,8 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from transformers import TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from flex_trainer.config import nearest
@@ -36,7 +35,9 @@ _SHARES = ("adam_beta1", "adam_beta2", "label_smoothing_factor")
 _ALSO_TRUE = ("resume_from_checkpoint", "fsdp")
 """Texts for which Trainer takes a boolean too, though their type does not say so."""
 
-_CHECKPOINT_HINTS = dict.fromkeys(("use_reentrant", "preserve_rng_state", "debug", "early_stop"), bool)
+_CHECKPOINT_HINTS: Mapping[str, Any] = dict.fromkeys(
+    ("use_reentrant", "preserve_rng_state", "debug", "early_stop"), bool
+)
 _NESTED_HINTS: Mapping[str, Mapping[str, Any]] = {
     "accelerator_config": get_type_hints(AcceleratorConfig),
     "gradient_checkpointing_kwargs": _CHECKPOINT_HINTS,
@@ -63,13 +64,18 @@ def check_training(recipe: Recipe) -> None:
             if not (key in _ALSO_TRUE and isinstance(value, bool)):
                 _check_type(f"training.{key}", value, hints[key])
             _check_range(f"training.{key}", key, value)
-            for inner, hint in _NESTED_HINTS.get(key, {}).items() if isinstance(value, dict) else ():
-                if inner in value:
-                    _check_type(f"training.{key}.{inner}", value[inner], hint)
+            if isinstance(value, dict):
+                _check_nested(key, value)
         _check_trackers("report.to", recipe.report.to)
         _check_trackers("training.report_to", recipe.training.get("report_to"))
     except UserError as error:
         raise RecipeError(f"{recipe.path.name}: {error}") from error
+
+
+def _check_nested(key: str, section: Mapping[str, Any]) -> None:
+    for name, hint in _NESTED_HINTS.get(key, {}).items():
+        if name in section:
+            _check_type(f"training.{key}.{name}", section[name], hint)
 
 
 def check_trackers_installed(recipe: Recipe) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.offload import OffloadStore, Tier, flat_bytes
+from flex_trainer.activations.overhead import replay_overhead_seconds
 from flex_trainer.activations.pinned_tier import PinnedTier
 from flex_trainer.activations.quantize import dequantize_rows, quantize_rows
 from flex_trainer.config import FlexConfig, in_flight_bound_bytes
@@ -24,6 +25,7 @@ _PINNED_REMEDY = (
     "What is offloaded goes to pinned host memory: free some on this host, start fewer processes there, or leave "
     "'offload' out of strategies; the others go on."
 )
+_LEAST_OVERHEAD_SECONDS = 10e-6
 _PROBE_BYTES = 2**20, 2**23
 
 
@@ -114,8 +116,10 @@ class OffloadService:
             return Rates().offload
 
     def _replay_overhead_seconds(self) -> float:
-        """What a recomputed region costs on top of its kernels, as a first guess: it is learnt from what runs."""
-        return Rates().replay_overhead_seconds
+        """What a recomputed region costs on top of its kernels: a first guess, since it is learnt from what runs."""
+        if "recompute" not in self._config.strategies:
+            return Rates().replay_overhead_seconds
+        return max(replay_overhead_seconds(self._device), _LEAST_OVERHEAD_SECONDS)
 
     def _time_offload(self, num_bytes: int) -> float:
         tier = self.store().tier

@@ -105,15 +105,20 @@ class _Memory:
 
 
 class _Sampler:
-    """The peak of a window, and a thread that looks every few milliseconds while one is open, to see what operators
-    need while they run.
+    """The peak of a window, and a thread that looks at memory while one is open, to see what operators need while they
+    run: every 3 milliseconds at first, and in long windows about a hundred times, since each look takes a little of a
+    core and of the interpreter's lock (see `_interval`).
 
     The thread and the meter share this object, so that the file it reads lives as long as either. The thread ends when
     the meter is gone. It is told so by a finalizer, which may run anywhere, also inside of code that holds a lock: a
     SimpleQueue is made for that.
     """
 
-    _INTERVAL_SECONDS = 0.003
+    _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.003, 0.05
+    _SHARE_OF_WINDOW = 0.01
+    _SHARE_OF_ELAPSED = 0.05
+    _LEAST_COSTS = 50
+    """A look may take at most one part in so many of a core."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -122,6 +127,9 @@ class _Sampler:
         self._peak_bytes = 0
         self._orders: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # open, pause; None: end
         self._has_thread = False
+        self._opened_at: float | None = None
+        self._window_seconds = 0.0
+        """Length of the last window."""
 
     @classmethod
     def of(cls, meter: ProcessMeter) -> _Sampler:
@@ -134,12 +142,16 @@ class _Sampler:
         """Begin a window: its peak is what is in use now."""
         with self._lock:  # a reading taken before does not end up in this window
             self._peak_bytes = self.memory.read()[0]
+        if self._opened_at is None:
+            self._opened_at = time.monotonic()
         if not self._has_thread:
             self._has_thread = True
             threading.Thread(target=self._run, name="flex-memory", daemon=True).start()
         self._orders.put(True)
 
     def pause(self) -> None:
+        if self._opened_at is not None:
+            self._window_seconds, self._opened_at = time.monotonic() - self._opened_at, None
         self._orders.put(False)
 
     def note(self) -> int:
@@ -148,10 +160,26 @@ class _Sampler:
             self._peak_bytes = max(self._peak_bytes, self.memory.read()[0])
             return self._peak_bytes
 
+    def _interval(self, cost_seconds: float) -> float:
+        """Seconds until the next look: a share of what the last window took, and less in the beginning of one, which
+        may be shorter.
+
+        Args:
+            cost_seconds: what the last look took.
+        """
+        opened_at = self._opened_at
+        elapsed_seconds = 0.0 if opened_at is None else time.monotonic() - opened_at
+        share_seconds = min(self._SHARE_OF_WINDOW * self._window_seconds, self._SHARE_OF_ELAPSED * elapsed_seconds)
+        wanted_seconds = max(self._SHORTEST_SECONDS, share_seconds, self._LEAST_COSTS * cost_seconds)
+        return min(wanted_seconds, self._LONGEST_SECONDS)
+
     def _run(self) -> None:
         is_open: bool | None = False
+        cost_seconds = 0.0
         while is_open is not None:
             try:
-                is_open = self._orders.get(timeout=self._INTERVAL_SECONDS) if is_open else self._orders.get()
+                is_open = self._orders.get(timeout=self._interval(cost_seconds)) if is_open else self._orders.get()
             except queue.Empty:
+                started = time.thread_time()
                 self.note()
+                cost_seconds = time.thread_time() - started

@@ -203,13 +203,14 @@ def _sizes_of_numbers(value: Sequence[Any]) -> tuple[int, ...]:
     """Sizes of a list of numbers (N,), or of lists of numbers (N, longest); () for anything else."""
     if all(isinstance(item, Number) for item in value):
         return (len(value),)
-    if all(isinstance(item, (list, tuple)) and item and isinstance(item[0], Number) for item in value):
+    if all(isinstance(item, (list, tuple)) and isinstance(next(iter(item), None), Number) for item in value):
         return len(value), max(len(item) for item in value)
     return ()
 
 
 def _rows_and_length(sizes: tuple[int, ...]) -> tuple[int, int]:
-    return (sizes[0], sizes[1]) if len(sizes) >= 2 else (1, sizes[0])
+    *rows, length = sizes[:2]
+    return rows[0] if rows else 1, length
 
 
 def _has_own_sizes(sizes: tuple[int, ...], batch_size: int, sequence_length: int, is_main: bool) -> bool:

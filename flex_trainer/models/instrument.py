@@ -170,9 +170,11 @@ class _ModuleSite:
         self._now = self._site if self._is_checked else self._kept
 
     def run(self, scope: Scope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        has_cache = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
         if self._is_checked:
-            return scope.run(self._kept if has_cache else self._now, function, *args, **kwargs)
+            site = self._now
+            if site.is_replayable and scope.is_watching and _has_cache(args, kwargs):
+                site = self._kept
+            return scope.run(site, function, *args, **kwargs)
         # Versions alone do not show a write through `.data`.
         before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in self._buffers()]
         result = scope.run(self._kept, function, *args, **kwargs)
@@ -187,6 +189,13 @@ class _ModuleSite:
 
     def _buffers(self) -> list[torch.Tensor]:
         return list(self._module.buffers())
+
+
+def _has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for value in args:
+        if isinstance(value, Cache):
+            return True
+    return bool(kwargs) and any(isinstance(value, Cache) for value in kwargs.values())
 
 
 def _is_equal(buffer: torch.Tensor, content: torch.Tensor) -> bool:

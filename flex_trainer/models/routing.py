@@ -42,10 +42,11 @@ class Routing:
         def count() -> torch.Tensor | None:
             if num_experts == 0:
                 return None
-            # Not bincount: its result's size depends on the data, so on CUDA the host would wait for the router.
-            ids = top_k_index.detach().reshape(-1).long().clamp(max=num_experts)
-            counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-            return counts.scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+            # Not bincount: its result's size depends on the data, so on CUDA the host would wait for the router. Ids
+            # above those of this rank's experts fall outside of the bins.
+            ids = top_k_index.detach()
+            ids = ids.float() if ids.device.type == "cpu" else ids.int()
+            return torch.histc(ids, bins=num_experts, min=0, max=num_experts - 1)
 
         return cls(top_k_index.numel(), count)
 

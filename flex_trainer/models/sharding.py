@@ -82,37 +82,70 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[Any, Any]]:
     return found
 
 
+def computing_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """By the names of the parameters that FSDP2 shards: the dtype in which they are gathered and computed with."""
+    parameters = dict(model.named_parameters())
+    return {
+        name: _computing_dtype(group, parameters[name])
+        for name, (group, _) in sharded_parameters(model).items()
+        if name in parameters
+    }
+
+
+def input_dtype(unit: FSDPModule) -> torch.dtype | None:
+    """What FSDP2 casts the floating-point inputs of a unit to; None: nothing is cast."""
+    policy = unit._get_fsdp_state()._mp_policy
+    return policy.param_dtype if policy.cast_forward_inputs else None
+
+
+def output_dtype(unit: FSDPModule) -> torch.dtype | None:
+    """What FSDP2 casts the floating-point outputs of a unit to; None: nothing is cast."""
+    return unit._get_fsdp_state()._mp_policy.output_dtype
+
+
 def gathered_shape(parameter: DTensor) -> torch.Size:
     """Shape of a parameter once it is gathered; of experts spread over ranks, this rank's share (along dimension 0)."""
     return torch.Size((parameter.shape[0] // _axis_size(parameter, "ep"), *parameter.shape[1:]))
 
 
-def whole_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of a parameter once it is gathered: whole over all axes but that of expert parallelism."""
-    return parameter.numel() * parameter.element_size() // _axis_size(parameter, "ep")
+def whole_bytes(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a parameter once it is gathered, in its own or another dtype: whole over all axes but that of expert
+    parallelism."""
+    return parameter.numel() * (dtype or parameter.dtype).itemsize // _axis_size(parameter, "ep")
+
+
+def gradient_dtype(group: Any, parameter: torch.Tensor) -> torch.dtype:
+    """In which a gradient is reduced, and waits where it is not reduced yet."""
+    reduce_dtype = group.mp_policy.reduce_dtype if parameter.is_floating_point() else None
+    return reduce_dtype or _computing_dtype(group, parameter)
 
 
 def gathered_bytes(model: nn.Module) -> int:
     """Most bytes that FSDP2 needs at one time besides what is sharded: gathered weights of the units that keep theirs,
     of the one that runs and the one that comes next, and the gradients of one of them on their way to their owners.
     """
-    lasting_bytes, passing = 0, [0, 0]
+    lasting_bytes, passing, gradients = 0, [0, 0], [0, 0]
     counted: set[int] = set()  # modules may share a group
     for unit in units_of(model):
         groups = [group for group in fsdp_groups(unit) if id(group) not in counted]
         counted.update(map(id, groups))
-        num_bytes = sum(
-            whole_bytes(getattr(parameter._module_info.module, parameter._module_info.param_name))
-            for group in groups
-            for parameter in group.fsdp_params
-        )
+        num_bytes = gradient_bytes = 0
+        for group in groups:
+            for one in group.fsdp_params:
+                parameter = getattr(one._module_info.module, one._module_info.param_name)
+                dtype = _computing_dtype(group, parameter)
+                num_bytes += whole_bytes(parameter, dtype)
+                gradient_bytes += whole_bytes(parameter, dtype) + whole_bytes(
+                    parameter, gradient_dtype(group, parameter)
+                )
         if unit is not model and _keeps_weights(unit):  # the model's own are gathered before anything is measured
             lasting_bytes += num_bytes
         else:
             passing.append(num_bytes)
+            gradients.append(gradient_bytes)
     second, first = sorted(passing)[-2:]
     # Of the largest: weights, gradients, and the buffer that these are sent from.
-    return lasting_bytes + 3 * first + second
+    return lasting_bytes + first + second + max(gradients)
 
 
 class Units:
@@ -180,6 +213,12 @@ def _without_collective(operator: Operator) -> Operator:
     if not has_inner_unit and not is_foreign:
         return operator
     return Operator(module, replace(operator.site, is_replayable=False))
+
+
+def _computing_dtype(group: Any, parameter: torch.Tensor) -> torch.dtype:
+    # FSDP2's own note of it (`FSDPParam.param_dtype`) is made in the first forward.
+    dtype = group.mp_policy.param_dtype if parameter.is_floating_point() else None
+    return dtype or parameter.dtype
 
 
 def _axis_size(parameter: torch.Tensor, axis: str) -> int:

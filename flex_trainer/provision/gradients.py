@@ -11,7 +11,7 @@ from torch import nn
 from flex_trainer.activations.identity import local_part
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.models.discovery import ModelMap
-from flex_trainer.models.sharding import sharded_parameters, units_of, whole_bytes
+from flex_trainer.models.sharding import gradient_dtype, sharded_parameters, units_of, whole_bytes
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -30,8 +30,10 @@ class Gradients:
         for name, parameter in model.named_parameters():
             layer = layer_of.get(id(parameter), -1)
             if name in sharded:
+                group, _ = sharded[name]
                 one, local = _Sharded(*sharded[name]), local_part(parameter)
-                self._sharded[layer].append((one, local.numel() * local.element_size(), whole_bytes(parameter)))
+                all_bytes = whole_bytes(parameter, gradient_dtype(group, parameter))
+                self._sharded[layer].append((one, local.numel() * local.element_size(), all_bytes))
             else:
                 self._layers[layer].append((parameter, parameter.numel()))
         self._parameters = [parameter for parameters in self._layers.values() for parameter, _ in parameters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ class MicroBatch:
     def ran(self) -> dict[str, Strategy]:
         """The strategies of the operators that have run forward, by site name."""
         assert self.scope is not None, "until backward has ended"
-        ran = {call.site: self.strategy(call.site) for call in self.scope.calls}
+        ran = {site: self.strategy(site) for site in self.scope.sites}
         return {site.name: strategy if site.allows(strategy) else Strategy.KEEP for site, strategy in ran.items()}
 
     def note_routing(self, site: Site, routing: Routing) -> None:
@@ -145,11 +146,7 @@ class MicroBatch:
         self.actual_bytes = self.ledger.held_bytes
         if not self._counts:
             return
-        ratios = [
-            counts.max() / (counts.float().mean().clamp(min=1e-9) if mean is None else mean)
-            for counts, mean in self._counts
-        ]
-        worst = torch.stack(ratios).max()
+        worst = _worst_imbalance(self._counts)
         if worst.is_cuda:
             # On its way while backward runs. Asked for afterwards, it would come when all of backward has.
             self._has_arrived = arrival = torch.cuda.Event()
@@ -249,3 +246,22 @@ class MicroBatch:
         if self._has_arrived is not None:
             self._has_arrived.synchronize()
         return float(self._worst)
+
+
+def _worst_imbalance(counts: list[tuple[torch.Tensor, float | None]]) -> torch.Tensor:
+    """Largest over layers of most tokens of one expert / mean tokens, in a few kernels for all layers together."""
+    by_size: dict[int, list[tuple[torch.Tensor, float | None]]] = {}
+    for layer in counts:
+        by_size.setdefault(layer[0].numel(), []).append(layer)
+    worst = []
+    for layers in by_size.values():
+        tokens = torch.stack([count for count, _ in layers]).float()
+        means = [mean for _, mean in layers]
+        if all(mean is None for mean in means):
+            ratios = tokens.amax(dim=1) / tokens.mean(dim=1).clamp_(min=1e-9)
+        else:
+            # Of all ranks, so known on the host: a tensor of them is copied without a wait.
+            pinned = torch.tensor([math.inf if mean is None else mean for mean in means], dtype=torch.float32)
+            ratios = tokens.amax(dim=1) / pinned.to(tokens.device, non_blocking=True)
+        worst.append(ratios.amax())
+    return worst[0] if len(worst) == 1 else torch.stack(worst).amax()

@@ -34,6 +34,7 @@ from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.plan_cache import PlanCache
 from flex_trainer.provision.policy import Provision, provide
 from flex_trainer.provision.step_times import Ran, StepTimes
+from flex_trainer.provision.watching import Watching
 from flex_trainer.ranks import this_rank
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.units import format_bytes
@@ -91,6 +92,7 @@ class ModelPart:
             books.start_at(self.profile.transient_factor, self.profile.margin_bytes)
         self.inputs = Inputs(managed.module)
         self.forecast = Forecast(managed.module, managed.map, managed.device, self._config.trace)
+        self.watching = Watching()
         self.plans = PlanCache(self._config, self.profile, books.correction, books.offloading)
         self.next_number = 0 if earlier is None else earlier.next_number
         """Of the next micro-batch, unless a schedule gives it one."""
@@ -186,6 +188,8 @@ class ModelPart:
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
             revised = self.plans.revised(graph, available_bytes, micro_batch.gradients, ran)
             micro_batch.plan = micro_batch.choices = revised
+            if revised.strategies:
+                micro_batch.scope.watch()
             self._note_rates(micro_batch, revised)
             micro_batch.loads.note_plan()
             micro_batch.num_replans += 1
@@ -222,17 +226,21 @@ class ModelPart:
                 # smaller.
                 micro_batch.plan = self._as_it_ran(micro_batch)
                 micro_batch.rates = self._books.offloading.rates()
-            if micro_batch.plan is not None:
-                self.held_errors.observe(shape, micro_batch.plan.predicted_bytes, micro_batch.actual_bytes)
-            if not shape.is_told:
-                return  # it could not be told how long it was: no sizes are known
-            if not self.profile.is_as_expected(
-                shape, scope.num_traced, micro_batch.ledger.demand_bytes, loads, micro_batch.routed_pairs
-            ):
-                trace = at_even_load(scope.trace, loads)
-                if trace is None:
-                    return  # nothing arrived in some layer, so its sizes are not known
-                self.profile.observe(shape, trace, micro_batch.routed_pairs)
+                if not scope.is_traced:
+                    micro_batch.actual_bytes = micro_batch.plan.predicted_bytes  # not counted, and rows are known now
+            self.watching.note(micro_batch)
+            if scope.is_traced:
+                if micro_batch.plan is not None:
+                    self.held_errors.observe(shape, micro_batch.plan.predicted_bytes, micro_batch.actual_bytes)
+                if not shape.is_told:
+                    return  # it could not be told how long it was: no sizes are known
+                if not self.profile.is_as_expected(
+                    shape, scope.num_traced, micro_batch.ledger.demand_bytes, loads, micro_batch.routed_pairs
+                ):
+                    trace = at_even_load(scope.trace, loads)
+                    if trace is None:
+                        return  # nothing arrived in some layer, so its sizes are not known
+                    self.profile.observe(shape, trace, micro_batch.routed_pairs)
             self._learn_times(micro_batch)
             # With sizes known by now, see what the model would have said of a run that was there to measure them.
             plan = micro_batch.plan or self._as_it_ran(micro_batch)

@@ -167,9 +167,9 @@ class _SymbolicScope(Scope):
         """The trace without the host's times, which say nothing of a run on data."""
         return self._trace
 
-    def _count(self, entry: Any, tensor: torch.Tensor) -> None:
-        super()._count(entry, tensor)
+    def _hold(self, entry: Any, tensor: torch.Tensor) -> Any:
         self._trace.values[entry.value].has_infinity |= self._holds_infinity(tensor)
+        return super()._hold(entry, tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         return _Asked(super()._pack(tensor), self.running)

@@ -7,15 +7,17 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 from transformers.distributed.utils import TransformersDeviceMesh
 
 from flex_trainer.experts.dispatch import FlexEP, dispatcher_of
 from flex_trainer.experts.fake import FakeEP
-from flex_trainer.models.sharding import original_class
+from flex_trainer.models.sharding import input_dtype, original_class, output_dtype
 from flex_trainer.symbolic.counter import NotSymbolic
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
@@ -23,8 +25,8 @@ _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks",
 
 @contextmanager
 def without_sharding(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
-    """For a deep copy of `model` with `memo`: units of FSDP2 become modules of their own class, without its hooks, and
-    dispatches between ranks become fakes. What is around a unit and hands on to it all that it does not have itself,
+    """For a deep copy of `model` with `memo`: units of FSDP2 become modules of their own class, without its hooks but
+    with the casts that these do, and dispatches between ranks become fakes. What is around a unit and hands on to it all that it does not have itself,
     the refusal to be copied too, becomes a module of its own class as well.
 
     Raises:
@@ -46,8 +48,27 @@ def without_sharding(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
     yield
     for unit in units:
         vars(memo[id(unit)]).update(copy.deepcopy(_state(unit), memo))
+        if isinstance(unit, FSDPModule):
+            _cast_as(unit, memo[id(unit)])
     for module, dispatcher in dispatchers.items():
         FakeEP(memo[id(module)], dispatcher.num_ranks, dispatcher.num_local_experts)
+
+
+def _cast_as(unit: FSDPModule, copied: nn.Module) -> None:
+    """Cast what goes into and comes out of the copy of a unit as FSDP2's mixed precision does, first and last."""
+    into, out = input_dtype(unit), output_dtype(unit)
+    if into is not None:
+        copied.register_forward_pre_hook(
+            lambda module, args, kwargs: (_cast(args, into), _cast(kwargs, into)), with_kwargs=True, prepend=True
+        )
+    if out is not None:
+        copied.register_forward_hook(lambda module, args, output: _cast(output, out))
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values
+    )
 
 
 def _hands_through(module: nn.Module) -> bool:

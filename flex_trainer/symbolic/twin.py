@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from flex_trainer.models.checkpointing import copy_checkpointing
-from flex_trainer.models.sharding import gathered_shape
+from flex_trainer.models.sharding import computing_dtypes, gathered_shape
 from flex_trainer.symbolic.effects import is_of_library
 from flex_trainer.symbolic.sharded import without_sharding
 from flex_trainer.undo import take_off_copy
@@ -28,16 +28,17 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
     The hooks that a user put on modules are left out of it, since they may write somewhere else; those of libraries
     stay (PEFT makes embeddings require gradients that way, transformers collects router logits).
 
-    Of a sharded model, the copy is what one rank computes with: weights gathered, its own experts, tokens of all ranks
-    spread evenly over them (experts/fake.py).
+    Of a sharded model, the copy is what one rank computes with: weights gathered, in the dtype that they are gathered
+    in, its own experts, tokens of all ranks spread evenly over them (experts/fake.py).
 
     Raises:
         NotSymbolic: experts that get their tokens from other ranks in a way that has no fake.
     """
     memo: dict[int, Any] = {}
+    dtypes = computing_dtypes(model)
     with mode:
-        for tensor in (*model.parameters(), *model.buffers()):
-            memo[id(tensor)] = _fake(tensor, device)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            memo[id(tensor)] = _fake(tensor, device, dtypes.get(name))
     for module in model.modules():
         for hook in _foreign_hooks(module):
             memo[id(hook)] = _FOREIGN  # not copied: it may hold anything
@@ -90,11 +91,12 @@ class _PlainTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dtype = dtype or tensor.dtype
     if isinstance(tensor, DTensor):
-        fake = torch.empty(gathered_shape(tensor), dtype=tensor.dtype, device=device)
+        fake = torch.empty(gathered_shape(tensor), dtype=dtype, device=device)
     else:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake

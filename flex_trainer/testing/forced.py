@@ -45,7 +45,7 @@ class ForcedRuntime(FlexRuntime):
         micro_batch = super()._begin(part, shape, number)
         micro_batch.choices, micro_batch.plan = self._choices, None
         assert micro_batch.scope is not None
-        micro_batch.scope._min_mitigated_bytes = 1
+        micro_batch.scope.mitigation.min_bytes = 1
         return micro_batch
 
 

@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_its_biases(tmp_path: Path, plain: list[torch.Tensor]
 
 def test_a_run_of_half_precision_goes_on_in_float32(tmp_path: Path) -> None:
     def run(**more: Any) -> Any:
-        model = tiny_model("minimax_m2", dtype=torch.bfloat16).to(torch.bfloat16)
+        model = tiny_model("minimax_m2", dtype=torch.bfloat16).bfloat16()
         return make(
             tmp_path, FlexConfig(CONFIG.memory_limit, router_bias_update_rate=0.001), options={"model": model}, **more
         )

@@ -62,8 +62,8 @@ def test_values_at_the_edge(recipe_with, override: str) -> None:
         ("training.tf32=off", "training.tf32: 'off' is not a boolean; write false"),
         ("training.accelerator_config={split_batches: yes}", "accelerator_config.split_batches: 'yes' is not a boolean"),  # noqa: E501
         ("training.gradient_checkpointing_kwargs={use_reentrant: no}", "use_reentrant: 'no' is not a boolean; write false"),  # noqa: E501
-        ("flex.trace=yes", "flex: trace='yes' must be true or false"),
-        ("flex.trace=1", "flex: trace=1 must be true or false"),
+        ("flex.trace=yes", "flex: trace='yes' must be 'auto', true or false"),
+        ("flex.trace=1", "flex: trace=1 must be 'auto', true or false"),
         ("flex.enforce_limit=on", "flex.enforce_limit: 'on' must be true or false"),
         ("parallel.mixed_precision=1", "parallel.mixed_precision: input should be a valid boolean, found 1"),
         ("model.trust_remote_code=yes", "model.trust_remote_code: input should be a valid boolean, found 'yes'"),

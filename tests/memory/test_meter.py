@@ -65,6 +65,55 @@ def test_a_peak_between_samples_is_seen_by_the_sampler_or_the_high_water_mark() 
     meter.end_window()
 
 
+def looks(seconds: float, windows: int = 1, cost_seconds: float = 0.0) -> int:
+    """How often the thread looks in a window of so many seconds that comes after others as long."""
+    meter = ProcessMeter()
+    sampler, now = meter._sampler, [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flex_trainer.memory.process_meter.time.monotonic", lambda: now[0])
+        patch.setattr(sampler, "_has_thread", True)
+        num_looks = 0
+        for _ in range(windows):
+            end, num_looks = now[0] + seconds, 0
+            sampler.open()
+            while now[0] < end:
+                now[0] += sampler._interval(cost_seconds)
+                num_looks += 1
+            sampler.pause()
+    return num_looks
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least", "most"),
+    [
+        (0.03, 10, 10),  # every 3 ms
+        (0.3, 100, 100),
+        (2.0, 100, 150),  # was 667
+        (20.0, 400, 450),  # every 50 ms
+    ],
+)
+def test_looks_at_memory_as_often_as_the_step_is_long(seconds: float, least: int, most: int) -> None:
+    assert least <= looks(seconds, windows=3) <= most
+
+
+def test_a_short_window_after_a_long_one_is_looked_into_closely() -> None:
+    meter = ProcessMeter()
+    sampler = meter._sampler
+    sampler._window_seconds = 10.0
+    now = time.monotonic()
+    sampler._opened_at = now
+    assert sampler._interval(0.0) == pytest.approx(0.003, abs=1e-3)
+    sampler._opened_at = now - 0.2
+    assert sampler._interval(0.0) == pytest.approx(0.01, abs=1e-3)
+    sampler._opened_at = now - 10
+    assert sampler._interval(0.0) == 0.05
+
+
+def test_looks_that_take_long_come_less_often() -> None:
+    assert looks(1.0, cost_seconds=0.0004) == 50  # each 0.02 s, of which 0.0004 s are the look
+    assert looks(1.0, cost_seconds=1.0) == 20
+
+
 def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "flex-memory"]
 
@@ -77,6 +126,7 @@ def test_sampler_ends_with_its_meter_and_the_file_after_it() -> None:
     meter.start_window()
     (thread,) = set(samplers()) - set(before)
     file = weakref.ref(meter._sampler.memory._statm)
+    assert meter._sampler.memory._statm is not None
     number = meter._sampler.memory._statm.fileno()
     is_held = threading.Event()
     sampler = meter._sampler
@@ -140,7 +190,8 @@ def test_no_peak_is_lost_between_threads_and_none_enters_the_next_window(monkeyp
     assert meter._sampler.note() == 5
     other.join()
     # Two threads at once: the higher one of two readings stays.
-    is_read.clear(), may_go_on.clear()
+    is_read.clear()
+    may_go_on.clear()
     reading[0] = 7
     other = threading.Thread(target=meter._sampler.note)
     other.start()

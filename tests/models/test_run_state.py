@@ -28,7 +28,7 @@ def looped_experts(model: PreTrainedModel, on: bool) -> None:
 def attention_dropout(model: PreTrainedModel, on: bool) -> None:
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.1 if on else 0.0
+            setattr(module, "attention_dropout", 0.1 if on else 0.0)  # noqa: B010
 
 
 def dropout_module(model: PreTrainedModel, on: bool) -> None:
@@ -38,7 +38,7 @@ def dropout_module(model: PreTrainedModel, on: bool) -> None:
 def jitter(model: PreTrainedModel, on: bool) -> None:
     for module in model.modules():
         if hasattr(module, "jitter_noise"):
-            module.jitter_noise = 0.1 if on else 0.0
+            setattr(module, "jitter_noise", 0.1 if on else 0.0)  # noqa: B010
 
 
 def one_module_in_evaluation(model: PreTrainedModel, on: bool) -> None:

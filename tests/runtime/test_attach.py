@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,16 +151,23 @@ def test_the_device_of_a_model_is_not_that_of_the_next(model: PreTrainedModel) -
     assert not runtime.is_attached and runtime.limit_bytes == 20 * 2**30
 
 
-def test_malloc_is_left_as_it_is_where_a_run_is_only_watched(
+def test_malloc_is_asked_to_return_memory_while_something_is_managed_that_may_be_mitigated(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("flex_trainer.runtime.return_freed_memory", lambda: calls.append("set"))
-    for strategies, expected in (((), []), (("recompute",), ["set"])):
+
+    def hold() -> Callable[[], None]:
+        calls.append("hold")
+        return lambda: calls.append("let go")
+
+    monkeypatch.setattr("flex_trainer.runtime.hold_memory_returned", hold)
+    for strategies, expected in (((), []), (("recompute",), ["hold"])):
         runtime = attached(model, FlexConfig(LIMIT_BYTES, strategies))
         step(runtime, model)  # also the trace of the first micro-batch
-        runtime.detach()
+        runtime.roll_back(runtime.mark())  # trims, and leaves the options alone
         assert calls == expected
+        runtime.detach()
+    assert calls == ["hold", "let go"]
 
 
 def test_report(model: PreTrainedModel, tmp_path: Path) -> None:

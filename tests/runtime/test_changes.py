@@ -6,7 +6,7 @@ The first micro-batch after a change is planned with sizes that are right alread
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -65,7 +65,8 @@ CONTAINERS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 def test_a_plan_for_a_short_batch_is_not_used_for_a_long_one(name: str, can_trace: bool) -> None:
     inner = tiny_model("mixtral")
     model = TakesOne(inner)
-    runtime = attached(model, AMPLE)  # type: ignore[arg-type]
+    # A class of one's own is traced only when that is asked for.
+    runtime = attached(model, replace(AMPLE, trace=True))  # type: ignore[arg-type]
     if not can_trace:
         without_forecast(runtime)
     for length in (16, 256, 16, 64):

@@ -1,0 +1,111 @@
+"""Modules that keep nothing but numbers, strings and objects of their own: a replay finds them as they were at once.
+
+That is nearly every module. `ModuleState` copies what could change inside of tensors, containers and generators; here
+there is nothing of that kind, so all that a module holds is compared by identity, which takes a microsecond.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from flex_trainer.activations.first_parameters import FirstParameters
+from flex_trainer.activations.module_state import SCALARS, ModuleState
+from flex_trainer.module_values import CONTAINERS, NOT_STATE
+
+
+def state_of(module: nn.Module, parts: list[nn.Module]) -> ModuleState | QuickState:
+    """What the first run of an operator finds. `parts`: all modules in `module`."""
+    return QuickState(module, parts) if all(map(_is_quick, parts)) else ModuleState(module, parts)
+
+
+def _is_quick(part: nn.Module) -> bool:
+    if part._buffers or "parametrizations" in part._modules:
+        return False
+    for parameter in part._parameters.values():
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            return False
+    attributes = vars(part)
+    for name in attributes.keys() - NOT_STATE:
+        value = attributes[name]
+        if type(value) in CONTAINERS or isinstance(value, (torch.Tensor, torch.Generator)):
+            return False
+    return True
+
+
+class QuickState:
+    """Attributes, training flags and parameters of modules, when an operator first ran."""
+
+    __slots__ = ("_attributes", "_parameters", "_parts")
+
+    def __init__(self, module: nn.Module, parts: list[nn.Module]) -> None:
+        """`parts`: all modules in `module`."""
+        self._parts = parts
+        self._attributes = [dict(vars(part)) for part in parts]
+        self._parameters = FirstParameters(module, parts)
+
+    def note_first_run(self) -> None:
+        """The first run has ended."""
+        self._parameters.note_first_run()
+
+    @contextmanager
+    def restored(self, name: str) -> Iterator[None]:
+        """Run with the state of the first run; what the run changes is taken back.
+
+        Raises:
+            RuntimeError: a parameter that the run reads was exchanged or written to since.
+        """
+        now = [
+            None if _is_same(vars(part), first) else dict(vars(part))
+            for part, first in zip(self._parts, self._attributes, strict=True)
+        ]
+        # The first run found no buffers; some made since (a cache, say) are put aside.
+        buffers = [
+            (part, dict(part._buffers), set(part._non_persistent_buffers_set)) for part in self._parts if part._buffers
+        ]
+        try:
+            for part, *_ in buffers:
+                part._buffers.clear()
+            for part, first, found in zip(self._parts, self._attributes, now, strict=True):
+                if found is not None:
+                    _bind(part, _for_replay(first, found))
+            with self._parameters.restored(name):
+                yield
+        finally:
+            for part, first, found in zip(self._parts, self._attributes, now, strict=True):
+                wanted = first if found is None else found
+                if part._buffers:
+                    part._non_persistent_buffers_set.difference_update(part._buffers)
+                    part._buffers.clear()
+                if not _is_same(vars(part), wanted):
+                    _bind(part, wanted)
+            for part, of_part, unsaved in buffers:
+                part._buffers.update(of_part)
+                part._non_persistent_buffers_set.update(unsaved)
+
+
+def _is_same(now: dict[str, Any], first: dict[str, Any]) -> bool:
+    return (
+        len(now) == len(first) and all(map(operator.is_, now.values(), first.values())) and now.keys() == first.keys()
+    )
+
+
+def _for_replay(first: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What a module holds in a replay: numbers and strings of the first run, and objects as they are now."""
+    bound = {name: value for name, value in now.items() if name in NOT_STATE or name in first}
+    bound.update((name, value) for name, value in first.items() if name not in NOT_STATE and type(value) in SCALARS)
+    bound["training"] = first["training"]
+    return bound
+
+
+def _bind(part: nn.Module, wanted: dict[str, Any]) -> None:
+    """Bind a module's own names, and its training flag, as in `wanted`."""
+    attributes = vars(part)
+    for name in attributes.keys() - NOT_STATE - wanted.keys():
+        del attributes[name]
+    attributes.update((name, value) for name, value in wanted.items() if name not in NOT_STATE or name == "training")
