@@ -129,6 +129,8 @@ class OffloadStore:
     @property
     def in_flight_bytes(self) -> int:
         """Bytes still on the device because their copy down was not seen to have ended."""
+        if not self._in_flight:  # asked for after every router
+            return 0
         values = [value for reference in list(self._in_flight) if (value := alive(reference)) is not None]
         return sum(value.num_bytes for value in values if value.is_in_flight)
 

@@ -203,6 +203,11 @@ class Scope:
         return self._trace
 
     @property
+    def num_traced(self) -> tuple[int, int]:
+        """Calls and values so far: nothing is waited for."""
+        return len(self._trace.calls), len(self._trace.values)
+
+    @property
     def is_traced(self) -> bool:
         """Whether all of the forward was watched, so that `trace` tells all."""
         return self.known is None and not self._unwatched

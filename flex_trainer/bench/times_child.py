@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ _WAYS: dict[str, dict[str, Any]] = {
     "offload": {"strategies": ("offload",), "planner": "bandwidth"},
     "both": {"strategies": ("recompute", "offload"), "planner": "bandwidth"},
 }
+_SHARE_STEP, _HIGHEST_SHARE = 0.1, 0.95
+"""Where a limit leaves no choice, a higher one is tried."""
 _LEAST_TURNS = 2
 _WARM_UP_TURNS = 2
 """Turns left out: first touches, traces, first plans, and the rates that are learnt from them."""
@@ -76,13 +79,20 @@ def compare(
     lowest_bytes = max(record.baseline_bytes for record in records)
     highest_bytes = max(record.peak_bytes for record in records)
     cases: list[dict[str, Any]] = [{"share": 1.0, "turns": {"keep": kept.turns[_WARM_UP_TURNS:]}, "refused": {}}]
-    for share in shares:
+
+    def ways_at(share: float) -> dict[str, _Way]:
         limit_bytes = int(lowest_bytes + share * (highest_bytes - lowest_bytes))
         ways = {
             name: _Way(FlexRuntime(FlexConfig(memory_limit=limit_bytes, transient_reserve=0, **way)))
             for name, way in _WAYS.items()
         }
         _take_turns(ways, model, batch, num_micro_batches, loss, most_turns, budget_seconds)
+        return ways
+
+    for wanted_share in shares:
+        share, ways = first_share_with_a_choice(wanted_share, ways_at)
+        if share in [case["share"] for case in cases]:
+            continue
         cases.append(
             {
                 "share": share,
@@ -91,6 +101,21 @@ def compare(
             }
         )
     return cases
+
+
+def first_share_with_a_choice(
+    share: float, ways_at: Callable[[float], dict[str, _Way]]
+) -> tuple[float, dict[str, _Way]]:
+    """The lowest limit from `share` on at which the plan and one other way ran, with all ways there.
+
+    Where a limit is too low for all of them it is seen at once, and costs next to no time.
+    """
+    while True:
+        ways = ways_at(share)
+        others_ran = any(not ways[name].refusal for name in ALTERNATIVES)
+        if (others_ran and not ways[PLAN].refusal) or share + _SHARE_STEP > _HIGHEST_SHARE:
+            return share, ways
+        share = round(share + _SHARE_STEP, 3)
 
 
 def _take_turns(

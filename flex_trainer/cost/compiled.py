@@ -264,22 +264,22 @@ class SegmentStructure:
         marks = roots.astype(np.float32)
         dropped = ((marks @ self.encloses) > 0) @ self.made.T > 0
         needed = (1 - marks @ self.pair_regions) @ self._pair_values > 0
-        replayed = np.zeros_like(roots)
-        stops_early = np.zeros_like(roots)
-        shared = np.zeros((len(roots), self.num_shared), dtype=bool)
+        needed, by_operator = np.ascontiguousarray(needed.T), np.ascontiguousarray(roots.T)
+        replayed, stops_early = np.zeros_like(by_operator), np.zeros_like(by_operator)
+        shared = np.zeros((self.num_shared, len(roots)), dtype=bool)
         # Last region first: a replay needs what earlier ones make.
-        for index in range(self.num_operators - 1, -1, -1):
-            rows = np.flatnonzero(roots[:, index])
-            if not len(rows):
-                continue
-            is_asked = needed[np.ix_(rows, self.owned[index])].any(axis=1)
-            if self.saves_inside[index]:
-                stops_early[rows, index] = ~is_asked & self._is_block[index]
-            else:
-                rows = rows[is_asked]
-            replayed[rows, index] = True
-            needed[np.ix_(rows, self.inputs[index])] = True
-            shared[np.ix_(rows, self.shared_inputs[index])] = True
+        for index in np.flatnonzero(by_operator.any(axis=1))[::-1].tolist():
+            live = by_operator[index]
+            is_asked = live & needed[self.owned[index]].any(axis=0)
+            if not self.saves_inside[index]:
+                live = is_asked
+            elif self._is_block[index]:
+                stops_early[index] = live & ~is_asked
+            replayed[index] = live
+            needed[self.inputs[index]] |= live
+            if len(self.shared_inputs[index]):
+                shared[self.shared_inputs[index]] |= live
+        needed, replayed, stops_early, shared = (array.T for array in (needed, replayed, stops_early, shared))
         back = dropped & (needed | self.is_saved)
         by_level = [back & (level >= 0) & roots[:, level] for level in self.levels]
         recovered = np.concatenate([np.zeros((len(roots), 0), dtype=bool), *by_level], axis=1)
@@ -338,6 +338,20 @@ class CompiledSegment:
             for roofline, moved in zip((rates.offload, rates.quantize), self.is_moved, strict=True)
         )
         self.freed = num_bytes * is_large, (num_bytes - quantized) * may_quantize
+
+    def freeing(self, code: int) -> tuple[float, float]:
+        """Of one strategy alone, under one load: bounds of the bytes that it frees, and of the seconds for a byte (none
+        takes fewer)."""
+        if code == RECOMPUTE:
+            # A region frees no more than what is made in it. One that is not replayed frees nothing.
+            num_bytes = self.structure.encloses @ (self.structure.made.T @ self.bytes[0]) * self.structure.is_replayable
+            seconds = self.replay_seconds[0] - self.unpaid_seconds[0]
+            total_bytes = float(self.bytes.sum())
+        else:
+            num_bytes, seconds = self.freed[code - OFFLOAD][0], self.moved_seconds[code - OFFLOAD][0]
+            total_bytes = float(num_bytes.sum())
+        at = num_bytes > 0
+        return total_bytes, float((seconds[at] / num_bytes[at]).min(initial=np.inf))
 
     def tables(self, patterns: Patterns) -> Tables:
         """Bytes and seconds of P patterns, and what moving each operator's values would change."""

@@ -57,16 +57,16 @@ class Profile:
         known = self._structures.get(_key(shape), [])
         return all(shape.sequence_length > _MUCH_LONGER * structure.longest for structure in known)
 
-    def pairs(self, shape: BatchShape, experts: str) -> int | None:
-        """(Token, expert) pairs that the block called `experts` is planned to get in a micro-batch of this shape."""
+    def planned_pairs(self, shape: BatchShape) -> Mapping[str, int]:
+        """(Token, expert) pairs that each experts block is planned to get in a micro-batch of this shape, by name."""
         structure = self._lookup(shape)[0]
-        rate = None if structure is None else structure.pairs_per_token.get(experts)
-        return None if rate is None else round(rate * shape.num_tokens)
+        rates = {} if structure is None else structure.pairs_per_token
+        return {experts: round(rate * shape.num_tokens) for experts, rate in rates.items()}
 
     def is_as_expected(
         self,
         shape: BatchShape,
-        trace: Trace,
+        num_traced: tuple[int, int],
         demand_bytes: int,
         loads: Mapping[int, Load],
         routed_pairs: Mapping[str, int],
@@ -75,7 +75,7 @@ class Profile:
         been skipped for long. Takes a fraction of what `observe` takes, and notes the shape and the pairs.
 
         Args:
-            trace: only its numbers of operators and values are looked at.
+            num_traced: operators that ran, and values.
             demand_bytes: what autograd saved, or would have saved had all been kept.
             loads: of the layers whose experts are on several ranks.
             routed_pairs: what each experts block got.
@@ -84,7 +84,7 @@ class Profile:
         if structure is None or not is_known:
             return False
         difference = abs(structure.demand_bytes(shape, loads) - demand_bytes)
-        if difference > (_ROUNDING_BYTES * len(trace.values) if loads else 0.5) or structure.is_due(trace):
+        if difference > (_ROUNDING_BYTES * num_traced[1] if loads else 0.5) or structure.is_due(num_traced):
             return False
         structure.note(shape)
         structure.learn_pairs(shape, routed_pairs)

@@ -40,6 +40,8 @@ class Scaling:
         self._coefficients: np.ndarray | None = None  # (units, values), in elements
         # The one unit of each value and its coefficient, and the values of which several units still stand, or none.
         self._settled: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        # Of the latest shape that was asked for: whether it is sure is asked first, then the sizes.
+        self._latest: tuple[tuple[int, int], tuple[np.ndarray, np.ndarray]] | None = None
         # For values that follow no unit: most elements per B S and per B S^2 seen, and elements per token at the
         # shortest and the longest sequence seen.
         self._per_token = np.zeros(len(element_bytes))
@@ -67,7 +69,7 @@ class Scaling:
         fits = coefficients == np.round(coefficients)
         if self._coefficients is not None and self._stands is not None:
             fits &= self._stands & np.isclose(coefficients, self._coefficients, rtol=1e-9)
-        self._coefficients, self._stands, self._settled = coefficients, fits, None
+        self._coefficients, self._stands, self._settled, self._latest = coefficients, fits, None, None
         self._per_token = np.maximum(self._per_token, coefficients[_TOKENS])
         self._per_pair = np.maximum(self._per_pair, coefficients[_PAIRS])
         if self._shortest is None or sequence_length < self._shortest[0]:
@@ -99,7 +101,14 @@ class Scaling:
         return self._stands[0] & (self._stands.sum(axis=0) == 1)
 
     def _candidates(self, batch_size: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Largest and smallest number of elements over the units still standing; the largest is -1 where none is."""
+        """Largest and smallest number of elements over the units still standing; the largest is -1 where none is. Not
+        to be changed."""
+        if self._latest is None or self._latest[0] != (batch_size, sequence_length):
+            found = self._find_candidates(batch_size, sequence_length)
+            self._latest = (batch_size, sequence_length), found
+        return self._latest[1]
+
+    def _find_candidates(self, batch_size: int, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
         assert self._coefficients is not None and self._stands is not None, "predict comes after observe"
         if self._settled is None:
             is_settled = (self._stands.sum(axis=0) == 1) | (self._stands.any(axis=0) & (self._per_token == 0))

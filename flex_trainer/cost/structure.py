@@ -42,9 +42,15 @@ class Structure:
         self._is_quadratic = np.array(quadratic, dtype=bool)
         self._is_leaf = np.ones(len(calls))  # 0.0: made of others
         self._is_leaf[[call.parent for call in calls if call.parent >= 0]] = 0.0
+        self._is_saved = np.array([bool(value.savers) for value in values], dtype=bool)
+        owners = [calls[value.owner].site if value.owner >= 0 else None for value in values]
+        self._layer_of = np.array([-1 if site is None else site.layer for site in owners], dtype=np.int64)
+        self._follows = np.array(["" if site is None else follows(site.kind) or "" for site in owners])
         self._is_timed = False  # by a real run
         self._has_infinity = np.zeros(len(values), dtype=bool)  # as a mask: kept where others are quantized
         self._samples: list[dict[str, Any]] = []  # sizes that taught something, for the file
+        self._sites = [call.site for call in calls]
+        self._owners_and_savers = [value.owner for value in values], [list(value.savers) for value in values]
         self._cut: Cut | None = None
         self._demands: dict[tuple[int, int], tuple[float, dict[int, tuple[float, float]]]] = {}
         self._num_real = 0
@@ -62,15 +68,12 @@ class Structure:
 
     def is_of(self, trace: Trace) -> bool:
         """Whether the trace has this structure."""
-        return (
-            len(self._calls) == len(trace.calls)
-            and len(self._values) == len(trace.values)
-            and all(node.site == call.site for node, call in zip(self._calls, trace.calls, strict=True))
-            and all(
-                node.owner == value.owner and node.savers == tuple(value.savers)
-                for node, value in zip(self._values, trace.values, strict=True)
-            )
-        )
+        sites = [call.site for call in trace.calls]
+        if (len(sites), len(trace.values)) != (len(self._calls), len(self._values)) or sites != self._sites:
+            return False
+        self._sites = sites  # the same objects are soon found equal
+        owners, savers = self._owners_and_savers
+        return owners == [one.owner for one in trace.values] and savers == [list(one.savers) for one in trace.values]
 
     @property
     def is_traced(self) -> bool:
@@ -90,13 +93,12 @@ class Structure:
         """Whether sizes at this shape can be told, not only bounded."""
         return self._value_scaling.is_sure(shape.batch_size, shape.sequence_length)
 
-    def is_due(self, trace: Trace) -> bool:
+    def is_due(self, num_traced: tuple[int, int]) -> bool:
         """Whether a real micro-batch that seems to be as expected is to be looked at all the same: another number of
         operators or values, one of the first, or one of every few. It counts as one more."""
         self._num_real += 1
         return (
-            len(trace.calls) != len(self._calls)
-            or len(trace.values) != len(self._values)
+            num_traced != (len(self._calls), len(self._values))
             or self._num_real <= _OBSERVED_FIRST
             or self._num_real % _OBSERVED_EVERY == 0
         )
@@ -114,16 +116,17 @@ class Structure:
         sample: dict[str, Any] = {
             "at": [shape.batch_size, shape.sequence_length],
             "values": [value.num_bytes for value in trace.values],
-            "rows": [value.num_rows for value in trace.values],
             "outputs": [call.output_bytes for call in trace.calls],
         }
         if trace.is_symbolic:
+            _ = self.cut
             works = [call.work for call in trace.calls if call.work is not None]
             sample["forward"] = [work.forward_transient_bytes for work in works]
             sample["backward"] = [work.backward_transient_bytes for work in works]
             sample["gradients"] = [work.gradient_bytes for work in works]
         is_news = trace.is_symbolic or not self._expects(sample)
         if is_news:
+            sample["rows"] = [value.num_rows for value in trace.values]
             self._learn(sample)
         is_news |= self._learn_infinities(trace)
         self.note(shape)
@@ -149,21 +152,15 @@ class Structure:
 
     def _demand(self, value_bytes: np.ndarray) -> tuple[float, dict[int, tuple[float, float]]]:
         """Bytes under an even load, and by layer those that follow the load's pairs, and its rows."""
-        even_bytes, by_layer = 0.0, {}
-        is_constant = self._value_scaling.is_constant().tolist()
-        for value, num_bytes, constant in zip(self._values, value_bytes.tolist(), is_constant, strict=True):
-            if not value.savers:
-                continue
-            even_bytes += num_bytes
-            site = self._calls[value.owner].site if value.owner >= 0 else None
-            by = None if site is None or constant else follows(site.kind)
-            if site is not None and by is not None:
-                pairs_bytes, rows_bytes = by_layer.get(site.layer, (0.0, 0.0))
-                by_layer[site.layer] = (
-                    pairs_bytes + num_bytes * (by == "pairs"),
-                    rows_bytes + num_bytes * (by == "rows"),
-                )
-        return even_bytes, by_layer
+        saved_bytes = value_bytes * self._is_saved
+        even_bytes = float(saved_bytes.sum())
+        varying_bytes = saved_bytes * ~self._value_scaling.is_constant()
+        at, num_layers = self._layer_of + 1, int(self._layer_of.max(initial=-1)) + 2
+        by_layer = [
+            np.bincount(at, weights=varying_bytes * (self._follows == by), minlength=num_layers).tolist()
+            for by in ("pairs", "rows")
+        ]
+        return even_bytes, dict(enumerate(zip(*by_layer, strict=True), start=-1))
 
     def learn_pairs(self, shape: BatchShape, routed_pairs: Mapping[str, int]) -> None:
         """Remember the most (token, expert) pairs per token that each experts block got."""
@@ -178,14 +175,16 @@ class Structure:
         self.seen.pop(at, None)
         self._samples = [sample for sample in self._samples if tuple(sample["at"]) != at]
 
+    @property
+    def cut(self) -> Cut:
+        """Its segments; worked out when it was traced, or else when first asked for."""
+        if self._cut is None:
+            self._cut = Cut(self._calls, self._values)
+        return self._cut
+
     def graph(self, shape: BatchShape) -> ActivationGraph:
         """The activation graph of a micro-batch of this shape."""
         at = shape.batch_size, shape.sequence_length
-        if self._cut is None:
-            self._cut = Cut(self._calls, self._values)
-            kinds = [call.site.kind for call in self._calls]
-            owners = (kinds[value.owner] if value.owner >= 0 else None for value in self._values)
-            self._is_by_experts = np.array([kind is not None and follows(kind) is not None for kind in owners])
         sizes = Sizes(
             seconds=self._seconds(shape),
             output_bytes=self._output_scaling.predict(*at),
@@ -194,14 +193,18 @@ class Structure:
             gradient_bytes=self._gradient_bytes,
             value_bytes=self._value_scaling.predict(*at),
             value_rows=np.where(self._has_infinity, 0, self._row_scaling.predict(*at)),
-            is_routed=self._is_by_experts & ~self._value_scaling.is_constant(),
+            is_routed=(self._follows != "") & ~self._value_scaling.is_constant(),
         )
-        return self._cut.graph(sizes)
+        return self.cut.graph(sizes)
 
     def _seconds(self, shape: BatchShape) -> np.ndarray:
         """Forward time of every call."""
+        return self._seconds_per_unit * self._time_units(shape)
+
+    def _time_units(self, shape: BatchShape) -> np.ndarray:
+        """By call: what its time is in proportion to."""
         num_tokens = shape.num_tokens
-        return self._seconds_per_unit * np.where(self._is_quadratic, num_tokens * shape.sequence_length, num_tokens)
+        return np.where(self._is_quadratic, num_tokens * shape.sequence_length, num_tokens)
 
     def to_mapping(self) -> dict[str, Any]:
         """Everything learnt, as JSON can hold it."""
@@ -298,13 +301,8 @@ class Structure:
             return
         is_first = not trace.is_symbolic and not self._is_timed
         self._is_timed = not trace.is_symbolic
-        units = np.array([max(_time_unit(call.site, shape), 1) for call in trace.calls])
-        rates = np.array([call.seconds for call in trace.calls]) / units
+        rates = np.array([call.seconds for call in trace.calls]) / np.maximum(self._time_units(shape), 1)
         is_replaced = is_first or trace.is_symbolic
         self._seconds_per_unit = (
             rates if is_replaced else self._seconds_per_unit + _SMOOTHING * (rates - self._seconds_per_unit)
         )
-
-
-def _time_unit(site: Site, shape: BatchShape) -> float:
-    return shape.num_tokens * (shape.sequence_length if site.kind in _QUADRATIC_KINDS else 1)

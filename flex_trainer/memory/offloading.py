@@ -9,6 +9,7 @@ import torch
 
 from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.offload import OffloadStore, Tier, flat_bytes
+from flex_trainer.activations.overhead import replay_overhead_seconds
 from flex_trainer.activations.pinned_tier import PinnedTier
 from flex_trainer.activations.quantize import dequantize_rows, quantize_rows
 from flex_trainer.config import FlexConfig, in_flight_bound_bytes
@@ -24,6 +25,7 @@ _PINNED_REMEDY = (
     "What is offloaded goes to pinned host memory: free some on this host, start fewer processes there, or leave "
     "'offload' out of strategies; the others go on."
 )
+_LEAST_OVERHEAD_SECONDS = 10e-6
 _PROBE_BYTES = 2**20, 2**23
 
 
@@ -87,7 +89,12 @@ class OffloadService:
             offload = self._measure_offload() if self.is_available else Rates().offload
             quantize = _fit(self._time_quantize) if "quantize" in self._config.strategies else Rates().quantize
             in_flight_bytes = self._store.max_in_flight_bytes if self._store is not None else 0
-            self._rates = Rates(offload=offload, quantize=quantize, in_flight_bytes=in_flight_bytes)
+            self._rates = Rates(
+                offload=offload,
+                quantize=quantize,
+                in_flight_bytes=in_flight_bytes,
+                replay_overhead_seconds=self._replay_overhead_seconds(),
+            )
         return self._rates
 
     def _make_tier(self) -> Tier:
@@ -107,6 +114,12 @@ class OffloadService:
         except OSError as error:  # the tier is full already: said once, and then everything is kept
             self.store().fail(error)
             return Rates().offload
+
+    def _replay_overhead_seconds(self) -> float:
+        """What a recomputed region costs on top of its kernels: a first guess, since it is learnt from what runs."""
+        if "recompute" not in self._config.strategies:
+            return Rates().replay_overhead_seconds
+        return max(replay_overhead_seconds(self._device), _LEAST_OVERHEAD_SECONDS)
 
     def _time_offload(self, num_bytes: int) -> float:
         tier = self.store().tier

@@ -87,6 +87,12 @@ class GraphCosts:
         """The estimated part of what comes on top of one segment."""
         return int(self.compiled[self.class_of[segment]].transient_bytes(codes_of([choice]))[0])
 
+    def freeing(self, code: int) -> tuple[float, float]:
+        """Of one strategy alone: most bytes that it can free, and the fewest seconds for a byte."""
+        most = [compiled.freeing(code) for compiled in self.compiled]
+        most_bytes = sum(most[number][0] for number in self.class_of)
+        return most_bytes, min((seconds for _, seconds in most), default=0.0)
+
     def fill_pools(self, plans: Sequence[Sequence[Choice]], room_share: float) -> None:
         """Leave the choices that the search for plans passed through, and those of the plans, to later graphs."""
         pools = [self.passed(number) for number in range(len(self.classes))]

@@ -20,6 +20,7 @@ would fit.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -206,6 +207,7 @@ class GreedyMethod:
         self._costs = costs
         self._allowed = allowed
         self._largest_first = largest_first
+        self._freeing: dict[Strategy, tuple[float, float]] = {}
         self._descents: dict[object, _Descent] = {}
 
     def choose(
@@ -223,10 +225,28 @@ class GreedyMethod:
         without = tuple(strategy for strategy in self._allowed if strategy is not Strategy.OFFLOAD)
         # And one for each strategy alone: where there are several, steps that look best may end in a worse plan.
         ways = dict.fromkeys([without, self._allowed, *((strategy,) for strategy in self._allowed)])
-        kept_bytes = self._costs.timeline(start, gradients).peak().held_bytes
-        set_aside_bytes = min(self._costs.rates.in_flight_bytes, kept_bytes)
-        trials = [(way, available_bytes - set_aside_bytes * (Strategy.OFFLOAD in way)) for way in ways if way]
-        return [self._choose(start, free, allowed, room_bytes, gradients) for allowed, room_bytes in trials]
+        kept = self._costs.timeline(start, gradients).peak()
+        set_aside_bytes = min(self._costs.rates.in_flight_bytes, kept.held_bytes)
+        found: list[list[Choice]] = []
+        least_seconds = math.inf
+        excess_bytes = kept.num_bytes - available_bytes
+        for way in ways:
+            is_hopeless = len(way) == 1 and found and self._least_seconds(way[0], excess_bytes) >= least_seconds
+            if not way or is_hopeless:
+                continue
+            room_bytes = available_bytes - set_aside_bytes * (Strategy.OFFLOAD in way)
+            choices = self._choose(start, free, way, room_bytes, gradients)
+            found.append(choices)
+            if self._costs.timeline(choices, gradients).peak().num_bytes <= available_bytes:
+                least_seconds = min(least_seconds, self._costs.added_seconds(choices))
+        return found
+
+    def _least_seconds(self, strategy: Strategy, excess_bytes: int) -> float:
+        """A bound: no plan with this strategy alone that frees so many bytes adds less; infinite where none can."""
+        if strategy not in self._freeing:
+            self._freeing[strategy] = self._costs.freeing(CODE_OF[strategy])
+        most_bytes, seconds_per_byte = self._freeing[strategy]
+        return math.inf if excess_bytes > most_bytes else excess_bytes * seconds_per_byte
 
     def _choose(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,8 @@ from flex_trainer.activations.identity import local_part
 from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.models.discovery import ModelMap
 from flex_trainer.models.sharding import gradient_dtype, sharded_parameters, units_of, whole_bytes
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Gradients:
@@ -34,13 +37,13 @@ class Gradients:
             else:
                 self._layers[layer].append((parameter, parameter.numel()))
         self._parameters = [parameter for parameters in self._layers.values() for parameter, _ in parameters]
-        self._last: tuple[list[bool | None], list[int], GradientBytes] | None = None
+        self._last: tuple[tuple[bytes, list[bool]], list[int], GradientBytes] | None = None
 
     def now(self) -> GradientBytes:
         """Gradient bytes that do not exist yet, and the largest one of each layer that does. The same object as before
         where the same gradients exist."""
         # Thousands, before every micro-batch: so one quick look at each tells whether anything is different.
-        state = [parameter.grad is None if parameter.requires_grad else None for parameter in self._parameters]
+        state = bytes(map(_requires_grad, self._parameters)), [one.grad is None for one in self._parameters]
         sharded = [one.pending_bytes(local, whole) for parts in self._sharded.values() for one, local, whole in parts]
         if self._last is None or (state, sharded) != self._last[:2]:
             self._last = state, sharded, self._look()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +28,22 @@ _REST_SHARE = 1 / 8
 unused scores): it is there as long as the caller has them, and no backward will come for it."""
 
 
+class _Planning:
+    """Counts time; small, since it is made after every router."""
+
+    __slots__ = ("_micro_batch", "_started")
+
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self._micro_batch = micro_batch
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._micro_batch.plan_seconds += time.perf_counter() - self._started
+
+
 @dataclass(eq=False)
 class MicroBatch:
     """Strategies may change for operators that have not run yet."""
@@ -48,6 +63,8 @@ class MicroBatch:
     number: int = 0
     step: int = 0
     num_replans: int = 0
+    planned_pairs: Mapping[str, int] = field(default_factory=dict)
+    """(Token, expert) pairs that each experts block is planned to get."""
     routed_pairs: dict[str, int] = field(default_factory=dict)
     loads: Loads = field(default_factory=Loads)
     expected_excess_bytes: int = 0
@@ -116,14 +133,9 @@ class MicroBatch:
         """What it is in the books of the device."""
         return self.part, self.number
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
+    def planning(self) -> _Planning:
         """Count the time inside as planning."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.plan_seconds += time.perf_counter() - started
+        return _Planning(self)
 
     def begin_forward(self) -> None:
         """Time runs from here on."""

@@ -159,6 +159,7 @@ class ModelPart:
             self._note_rates(micro_batch, plan)
             micro_batch.expected_excess_bytes = expected_excess_bytes
             micro_batch.loss_bytes = self.loss.expected_bytes(shape)
+            micro_batch.planned_pairs = self.profile.planned_pairs(shape)
         else:
             unknown = Uniform(self._most_effective())
             micro_batch = MicroBatch(shape, unknown, None, in_use_bytes, left_bytes, max(left_bytes, 0), gradients)
@@ -173,7 +174,7 @@ class ModelPart:
         if plan is None or micro_batch.scope is None:
             return
         with micro_batch.planning():
-            planned_pairs = self.profile.pairs(micro_batch.shape, site.name)
+            planned_pairs = micro_batch.planned_pairs.get(site.name)
             # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
             held_bytes = micro_batch.ledger.held_bytes - self._books.offloading.in_flight_bytes
             excess_bytes = held_bytes - plan.held_until(site.layer) - micro_batch.expected_excess_bytes
@@ -184,7 +185,7 @@ class ModelPart:
             ran = micro_batch.ran()
             if routing.is_replay_agreed:
                 ran[ep_block(site).name] = Strategy.RECOMPUTE
-            graph = micro_batch.loads.graph(self.profile.graph(micro_batch.shape), site.layer)
+            graph = micro_batch.loads.graph(self.plans.sizes(micro_batch.shape), site.layer)
             micro_batch.excess_bytes = max(excess_bytes, 0)
             available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
             revised = self.plans.revised(graph, available_bytes, micro_batch.gradients, ran)
@@ -237,7 +238,7 @@ class ModelPart:
                 if not shape.is_told:
                     return  # it could not be told how long it was: no sizes are known
                 if not self.profile.is_as_expected(
-                    shape, scope.trace, micro_batch.ledger.demand_bytes, loads, micro_batch.routed_pairs
+                    shape, scope.num_traced, micro_batch.ledger.demand_bytes, loads, micro_batch.routed_pairs
                 ):
                     trace = at_even_load(scope.trace, loads)
                     if trace is None:

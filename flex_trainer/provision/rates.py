@@ -27,8 +27,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from flex_trainer.cost.roofline import Rates, Roofline
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Strategy
@@ -78,13 +76,14 @@ class LearntCost:
         prior_weights: tuple[float, float] = (_PRIOR_WEIGHT, _PRIOR_WEIGHT),
         most_factors: tuple[float, float] = (_MOST_FACTOR, _MOST_FACTOR),
     ) -> None:
-        self._probe = np.array([overhead_seconds, seconds_per_unit])
-        self._prior = np.diag(prior_weights)
-        self._most = np.array(most_factors)
-        self._start = np.array([start, start])
-        self._mix = np.array([0.5, 0.5])
-        self._squares = np.zeros((2, 2))
-        self._products = np.zeros(2)
+        # Plain numbers: this is worked out several times for every micro-batch, where arrays of two are slow.
+        self._probe = overhead_seconds, seconds_per_unit
+        self._prior = prior_weights
+        self._most = most_factors
+        self._start = start
+        self._mix = 0.5, 0.5
+        self._squares = 0.0, 0.0, 0.0  # of shares: count x count, count x amount, amount x amount
+        self._products = 0.0, 0.0
         self._num_seen = 0
         self._last_off = 1.0
         self._num_unused = 0
@@ -92,41 +91,45 @@ class LearntCost:
 
     @property
     def overhead_seconds(self) -> float:
-        return float(self._now()[0] * self._probe[0])
+        return self._now()[0] * self._probe[0]
 
     @property
     def seconds_per_unit(self) -> float:
-        return float(self._now()[1] * self._probe[1])
+        return self._now()[1] * self._probe[1]
 
     @property
     def factor(self) -> float:
         """What it costs now over what the probe says, at the mix of count and amount last seen."""
-        return float(self._now() @ self._mix)
+        return _dot(self._now(), self._mix)
 
     @property
     def steepness(self) -> float:
         """u over v."""
-        u, v = self._now().tolist()
+        u, v = self._now()
         return u / v
 
     def observe(self, count: float, amount: float, seconds: float) -> None:
         """A micro-batch used it: `count` times, on `amount` in all, and that added `seconds`."""
-        probed = self._probe * (count, amount)
-        if probed.sum() <= 0:
+        by_count, by_amount = self._probe[0] * count, self._probe[1] * amount
+        probed = by_count + by_amount
+        if probed <= 0:
             return
-        shares = probed / probed.sum()
-        measured = max(seconds, 0.0) / float(probed.sum())
+        shares = by_count / probed, by_amount / probed
+        measured = max(seconds, 0.0) / probed
         if self._num_unused:
             self._end_break(measured, shares)
         if self._num_seen == 1:
-            self._squares[:], self._products[:] = 0, 0
-        known = float(self._fitted() @ shares)
+            self._forget(0.0)
+        known = _dot(self._fitted(), shares)
         if self._num_seen >= _FEW:
             lowest, highest = min(1 / _MOST_OFF, self._last_off), max(_MOST_OFF, self._last_off)
             self._last_off = measured / known
             measured = known * min(max(measured / known, lowest), highest)
-        self._squares = _FORGETTING * self._squares + np.outer(shares, shares)
-        self._products = _FORGETTING * self._products + measured * shares
+        self._forget(_FORGETTING)
+        one, other = shares
+        new = one * one, one * other, other * other
+        self._squares = self._squares[0] + new[0], self._squares[1] + new[1], self._squares[2] + new[2]
+        self._products = self._products[0] + measured * one, self._products[1] + measured * other
         self._mix = shares
         self._num_seen += 1
 
@@ -134,12 +137,16 @@ class LearntCost:
         """A micro-batch was mitigated without it."""
         self._num_unused += 1
 
-    def _end_break(self, measured: float, shares: np.ndarray) -> None:
-        is_confirmed = measured > _CONFIRMED * float(self._now() @ shares)
+    def _forget(self, kept_share: float) -> None:
+        first, mixed, last = self._squares
+        self._squares = kept_share * first, kept_share * mixed, kept_share * last
+        self._products = kept_share * self._products[0], kept_share * self._products[1]
+
+    def _end_break(self, measured: float, shares: tuple[float, float]) -> None:
+        is_confirmed = measured > _CONFIRMED * _dot(self._now(), shares)
         faded = self._faded_share()
         # What was learnt long ago counts for less now: the machine may have become another one.
-        self._squares *= 1 - faded
-        self._products *= 1 - faded
+        self._forget(1 - faded)
         self._half_life = min(2 * self._half_life, _LONGEST_HALF_LIFE) if is_confirmed else _HALF_LIFE
         self._num_unused = 0
         if faded > 0.5:
@@ -148,16 +155,32 @@ class LearntCost:
     def _faded_share(self) -> float:
         return 1 - 0.5 ** (self._num_unused / self._half_life)
 
-    def _fitted(self) -> np.ndarray:
-        fitted = np.linalg.solve(self._squares + self._prior, self._products + self._prior @ self._start)
-        return np.clip(fitted, np.maximum(1 / self._most, _LEAST_FACTOR), self._most)
+    def _fitted(self) -> tuple[float, float]:
+        """u and v: the solution of two equations."""
+        first, mixed, last = self._squares[0] + self._prior[0], self._squares[1], self._squares[2] + self._prior[1]
+        one = self._products[0] + self._prior[0] * self._start
+        other = self._products[1] + self._prior[1] * self._start
+        determinant = first * last - mixed * mixed
+        return (
+            _bounded((last * one - mixed * other) / determinant, self._most[0]),
+            _bounded((first * other - mixed * one) / determinant, self._most[1]),
+        )
 
-    def _now(self) -> np.ndarray:
-        fitted = self._fitted()
+    def _now(self) -> tuple[float, float]:
+        u, v = self._fitted()
         if not self._num_unused:
-            return fitted
+            return u, v
         # Good news does not fade: what costs less than the probe said is used anyway.
-        return np.where(fitted > 1, fitted ** (1 - self._faded_share()), fitted)
+        left = 1 - self._faded_share()
+        return u**left if u > 1 else u, v**left if v > 1 else v
+
+
+def _dot(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return one[0] * other[0] + one[1] * other[1]
+
+
+def _bounded(factor: float, most: float) -> float:
+    return min(max(factor, 1 / most, _LEAST_FACTOR), most)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ moment, so that long and short micro-batches count alike):
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -37,8 +39,8 @@ _HUBER = 1.345
 _GROSS = 0.5
 _LEAST_DEVIATION = 0.005
 _NUM_ITERATIONS = 4
-_EVERY = 4
-"""Once there are 16 samples, every so many micro-batches theta is worked out anew."""
+_EVERY = ((16, 1), (64, 4), (math.inf, 16))
+"""Up to so many micro-batches, theta is worked out anew with every one, with every fourth, ..."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class StepFit:
         self._prior = np.array(prior, dtype=np.float64)
         self.theta = self._prior.copy()
         self._samples: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)
+        self._plain: deque[float] = deque(maxlen=_MOST_SAMPLES)
+        """What the samples took without mitigations, as shares of their work."""
         self._by_shape: dict[BatchShape, deque[_Sample]] = {}
         self._num_seen = 0
 
@@ -70,23 +74,30 @@ class StepFit:
         if self._num_seen == 2:
             # The first micro-batch of a run loads libraries and touches memory for the first time.
             self._samples.clear()
+            self._plain.clear()
             self._by_shape.clear()
         self._samples.append(sample)
         if shape not in self._by_shape and len(self._by_shape) >= _MOST_SHAPES:
             self._by_shape.pop(next(iter(self._by_shape)))
         self._by_shape.setdefault(shape, deque(maxlen=_OF_SHAPE)).append(sample)
-        if self._num_seen <= 16 or self._num_seen % _EVERY == 0:
-            self.theta = self._fitted()
+        every = next(every for until, every in _EVERY if self._num_seen <= until)
+        theta = self._fitted() if self._num_seen % every == 0 else self.theta
+        if (theta == self.theta).all():
+            self._plain.append(self._plain_share(sample))
+        else:
+            self.theta = theta
+            self._plain.clear()
+            self._plain.extend(map(self._plain_share, self._samples))
 
     def plain_seconds(self, shape: BatchShape, work: float) -> float | None:
         """Time of a micro-batch of this shape without those mitigations; None before any was seen."""
         if not self._samples:
             return None
-        anywhere = float(np.median([self._plain_share(sample) for sample in self._samples]))
+        anywhere = median(self._plain)
         own = self._by_shape.get(shape, ())
         if not own:
             return anywhere * work
-        share = float(np.median([self._plain_share(sample) for sample in own]))
+        share = median(map(self._plain_share, own))
         # A single sample of a shape may have been disturbed; several of them are the better witness.
         return (len(own) * share + 0.5 * anywhere) / (len(own) + 0.5) * work
 

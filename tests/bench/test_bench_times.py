@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 from flex_trainer.bench import times
 from flex_trainer.bench.shapes import CHOICE_SHAPES, UNEQUAL_HEADS
 from flex_trainer.bench.times import choice_ratio, time_error_percent, time_figures
+from flex_trainer.bench.times_child import first_share_with_a_choice
 from flex_trainer.testing.processes import SubprocessResult, run_in_subprocess
 
 
@@ -73,3 +75,16 @@ def test_all_ways_take_turns_and_train_the_same() -> None:
     assert ample["share"] == 1.0 and len(ample["turns"]["keep"]) == 2
     assert all(predicted > 0 and measured > 0 for turn in ample["turns"]["keep"] for predicted, measured in turn)
     assert set(small["turns"]) | set(small["refused"]) == {"plan", "recompute", "offload", "both"}
+
+
+def test_where_a_limit_leaves_no_choice_a_higher_one_is_taken() -> None:
+    tried: list[float] = []
+
+    def ways_at(share: float) -> dict[str, Any]:
+        tried.append(share)
+        refused = {"plan": share < 0.7, "recompute": True, "offload": share < 0.75, "both": share < 0.8}
+        return {name: SimpleNamespace(refusal="too low" if is_refused else "") for name, is_refused in refused.items()}
+
+    assert first_share_with_a_choice(0.6, ways_at)[0] == 0.8
+    assert tried == [0.6, 0.7, 0.8]
+    assert first_share_with_a_choice(0.6, lambda _: ways_at(0.0))[0] == 0.9  # and no higher: those that ran are told

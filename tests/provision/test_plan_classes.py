@@ -10,11 +10,12 @@ from flex_trainer.models.discovery import discover
 from flex_trainer.models.inputs import shape_of
 from flex_trainer.symbolic.forward import SymbolicModel
 from flex_trainer.testing.tiny import FAMILIES, tiny_batch, tiny_model
+from tests.tiers import STRUCTURES, sweep_over
 
 NUM_LAYERS = 24
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep_over([*dict.fromkeys((*STRUCTURES, *FAMILIES))]))
 def test_layers_of_a_kind_are_one_class(family: str) -> None:
     model = tiny_model(family, num_hidden_layers=NUM_LAYERS)
     model.config.get_text_config().use_cache = True
