@@ -214,7 +214,7 @@ def test_noise_multiplied_in_place_is_predicted(limit_bytes: int) -> None:
 def test_an_error_that_comes_back_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of recomputed operators are kept here although the plan counts them as freed."""
     model = tiny_model("mixtral")
-    runtime = attached(model, FlexConfig(BASE_BYTES + 1_300_000, ("recompute",)))
+    runtime = attached(model, FlexConfig(BASE_BYTES + 1_300_000, ("recompute",), planner="bandwidth"))
     monkeypatch.setattr(Scope, "_is_whole", lambda self, region: False)
     with_steady_rates(monkeypatch)  # with others come other plans, of which some do not have that error
     records = [run(runtime, model(**tiny_batch(model, 2, 64)).loss) for _ in range(6)]
