@@ -318,7 +318,9 @@ class CompiledSegment:
         if loads is not None:
             factors = structure.load_factors(loads)
             is_routed = np.array([value.is_routed and value.owner >= 0 for value in values], dtype=bool)
-            by_value = np.where(is_routed, factors[:, structure.owner], 1.0) if num else np.ones((len(loads), 0))
+            by_value = np.ones((len(loads), len(values)))
+            if num:
+                by_value = np.where(is_routed, factors[:, structure.owner], 1.0)
             num_bytes, num_rows = np.rint(num_bytes * by_value), np.rint(num_rows * by_value)
             seconds = seconds * factors
             on_top = np.where(np.isfinite(on_top), np.rint(np.maximum(on_top, 0) * np.tile(factors, 2)), -np.inf)
