@@ -26,8 +26,8 @@ _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks",
 @contextmanager
 def without_sharding(model: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
     """For a deep copy of `model` with `memo`: units of FSDP2 become modules of their own class, without its hooks but
-    with the casts that these do, and dispatches between ranks become fakes. What is around a unit and hands on to it all
-    that it does not have itself, the refusal to be copied too, becomes a module of its own class as well.
+    with the casts that these do, and dispatches between ranks become fakes. What is around a unit and hands on to it
+    all that it does not have itself, the refusal to be copied too, becomes a module of its own class as well.
 
     Raises:
         NotSymbolic: experts that get their tokens from other ranks in a way that has no fake.
