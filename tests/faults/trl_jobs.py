@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import tempfile
@@ -11,7 +12,6 @@ from typing import Any
 os.environ["TQDM_DISABLE"] = "1"
 
 import torch
-import trl
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -21,6 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from flex_trainer.config import FlexConfig
 from flex_trainer.testing.tiny import tiny_model
 from flex_trainer.trainer import FlexTrainerMixin
+
+trl: Any = importlib.import_module("trl")
 
 _NUM_WORDS = 8000
 _NUM_TOKENS = 128
