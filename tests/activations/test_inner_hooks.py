@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,30 +55,39 @@ def test_a_replay_has_the_hooks_of_the_first_run(when: str) -> None:
         torch.testing.assert_close(managed[name], gradient, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("is_first_gone", [False, True])
-def test_two_threads_may_run_one_module_at_a_time(is_first_gone: bool) -> None:
-    """A replay of one micro-batch lies wholly inside the forward of another, on another thread, and the reverse."""
+def scaled(factor: float, more: float = 0.0) -> Any:
+    """A hook that acts."""
+
+    def act(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * factor + more
+
+    return act
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_two_threads_may_run_one_module_at_a_time(is_gone: bool) -> None:
+    """A replay of one micro-batch begins in the middle of the forward of another, and ends after it."""
     inner = nn.Linear(4, 4)
     module = nn.Sequential(inner, nn.Tanh())
     seen: list[str] = []
-    meet: dict[str, Callable[[], None]] = {}
+    in_forward, in_replay, after_forward = threading.Event(), threading.Event(), threading.Event()
 
-    def look(_: Any, args: Any) -> None:
-        name = threading.current_thread().name
-        seen.append(name)
-        meet.pop(name, lambda: None)()
+    def look(_: nn.Module, args: Any) -> None:
+        seen.append(threading.current_thread().name)
+        if seen[-1] == "forward":
+            in_forward.set()
+            assert in_replay.wait(30)
 
-    looking = inner.register_forward_pre_hook(look)
-    acting = inner.register_forward_hook(lambda _, args, output: output * 3)
+    def act(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "replay":
+            in_replay.set()
+            assert after_forward.wait(30)
+        return output * 3
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.ones(2, 4, requires_grad=True)
-        scope = Scope(
-            ByFunction(lambda site: Strategy.RECOMPUTE),
-            Ledger(),
-            parameters=inner.parameters(),
-            modules={"block": module},
-        )
+        everything, modules = ByFunction(lambda site: Strategy.RECOMPUTE), {"block": module}
+        scope = Scope(everything, Ledger(), parameters=inner.parameters(), modules=modules)
         with scope.open():
             return scope.run(Site("block", "mlp", 0), module, x).sum(), x
 
@@ -88,33 +96,37 @@ def test_two_threads_may_run_one_module_at_a_time(is_first_gone: bool) -> None:
         assert x.grad is not None
         return x.grad
 
-    tables = [dict(table) for table in (inner._forward_pre_hooks, inner._forward_hooks)]
+    looking, acting = inner.register_forward_pre_hook(look), inner.register_forward_hook(act)
     wanted = gradient(*forward())
     first = forward()
-    if is_first_gone:
+    if is_gone:
         acting.remove()
-        tables[1].clear()
+    tables = [dict(table) for table in (inner._forward_pre_hooks, inner._forward_hooks)]
     seen.clear()
-    found: list[torch.Tensor] = []
+    found: dict[str, torch.Tensor] = {}
 
-    def in_between() -> None:
-        thread = threading.Thread(target=lambda: found.append(gradient(*first)), name="replay")
+    def run_forward() -> None:
+        second = forward()
+        after_forward.set()
+        replay.join()
+        found["forward"] = gradient(*second)
+
+    def run_replay() -> None:
+        assert in_forward.wait(30)
+        found["replay"] = gradient(*first)
+
+    threads = [threading.Thread(target=run_forward, name="forward"), threading.Thread(target=run_replay, name="replay")]
+    replay = threads[1]
+    for thread in threads:
         thread.start()
+    for thread in threads:
         thread.join()
-
-    def forward_around() -> None:
-        meet["forward"] = in_between
-        found.append(gradient(*forward()))
-
-    thread = threading.Thread(target=forward_around, name="forward")
-    thread.start()
-    thread.join()
-    assert seen == ["forward"], "once in the forward, in no replay"
-    assert torch.equal(found[0], wanted)
-    assert torch.equal(found[1], wanted) is not is_first_gone
     assert [dict(table) for table in (inner._forward_pre_hooks, inner._forward_hooks)] == tables
+    assert seen == ["forward"], "once in the forward, in no replay"
+    assert torch.equal(found["replay"], wanted)
+    assert torch.equal(found["forward"], wanted) is not is_gone
     looking.remove()
-    assert not inner._forward_pre_hooks and not inner._forward_hooks_with_kwargs
+    assert not inner._forward_pre_hooks
 
 
 def test_hooks_put_there_for_a_replay_only_keep_their_order_and_arguments() -> None:
@@ -122,8 +134,8 @@ def test_hooks_put_there_for_a_replay_only_keep_their_order_and_arguments() -> N
     module = nn.Sequential(inner)
     handles = [
         inner.register_forward_hook(lambda _, args, kwargs, output: output + 1, with_kwargs=True),
-        inner.register_forward_hook(lambda _, args, output: output * 2),
-        inner.register_forward_hook(lambda _, args, output: output - 5),
+        inner.register_forward_hook(scaled(2.0)),
+        inner.register_forward_hook(scaled(0.5, -5.0)),
     ]
     hooks, x = InnerHooks(module), torch.ones(1, 4)
     with hooks.first_run(lambda: 0):
