@@ -21,7 +21,7 @@ memory is the worst one, wherever it stands in the window.
 | `flex/time/error_percent`, `error_mean_percent` | error of the predicted time, worst and mean |
 | `flex/spike/count`, `total` | spikes in the window, and in the run |
 | `flex/spike/over_limit_count`, `over_limit_total` | micro-batches with a peak over the limit, the same way |
-| `flex/retries/count`, `flex/retries/total` | optimizer steps taken back and run again, the same way |
+| `flex/retries/count`, `flex/retries/total` | optimizer steps rolled back and retried, the same way |
 | `flex/memory/limit_percent` | the measured peak in percent of the limit |
 | `flex/memory/peak_rank`, `limit_percent_rank`, `flex/imbalance/max_rank` | several processes: the rank that had it |
 """

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> FlexRuntime:
         if number == options.micro_batches:
             break
         with accelerator.accumulate(model):
-            # Where memory runs out, what this step has run is taken back and run again in less memory.
+            # Where memory runs out, what this step has run is rolled back and retried in less memory.
             loss = plugin.run(forward_and_backward, batch)
             optimizer.step()
             optimizer.zero_grad()

@@ -77,7 +77,7 @@ def is_in_backward() -> bool:
 
 
 def release_pinned_cache() -> None:
-    """Give pinned host memory that torch caches and nobody uses back to the system.
+    """Give pinned host memory that torch caches unused back to the system.
 
     torch.cuda.empty_cache leaves the host's side alone; goes when torch 2.13's private function is public.
     """

@@ -53,7 +53,7 @@ class FlexConfig:
     directory), or a directory for the file."""
 
     quantize_dtype: str = "int8"
-    """Storage type of quantised activations: int8 or float8_e4m3fn, one scale per row."""
+    """Storage type of quantized activations: int8 or float8_e4m3fn, one scale per row."""
 
     transient_reserve: str | float | int = "auto"
     """Bytes kept free for what operators need while they run: "auto" (modelled, then corrected by what was measured), a

@@ -1,4 +1,4 @@
-"""What counts as plain state of a module, for all who put it back: a rolled-back step (snapshot.py) and a replay
+"""What counts as plain state of a module, for all who put it back: a rolled-back step (snapshot.py) and a recomputation
 (activations/module_state.py). How they put it back differs: one writes into the objects, the other binds copies."""
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _refuse_lone_parameters(model: nn.Module) -> None:
 
 
 class _SyncFlag:
-    """Whether gradients are synchronised in this micro-batch, as the loop has told the accelerator."""
+    """Whether gradients are synchronized in this micro-batch, as the loop has told the accelerator."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._state = accelerator.gradient_state

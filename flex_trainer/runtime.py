@@ -327,7 +327,7 @@ class FlexRuntime(RunView):
     ) -> AbstractContextManager[Scope] | None:
         """An operator is run from outside of the model's forward: by a loss function that calls the inner model and the
         head, or by a wrapper around it. The first one begins a micro-batch; one that has run already begins another.
-        In a backward (a replay, checkpointing) operators are run for a micro-batch that has had its forward."""
+        In a backward (a recomputation, checkpointing) operators are run for a micro-batch that has had its forward."""
         if not self._is_managed(part) or current_backward() >= 0:
             return None
         return self._another_door(part, site, args, kwargs)
@@ -463,7 +463,7 @@ class FlexRuntime(RunView):
         for name, number in mark.next_numbers.items():
             self._parts[name].next_number = number
         self.records.forget_since(mark.num_records)
-        gc.collect()  # people's own code may have made cycles that hold tensors
+        gc.collect()  # users' code may have made cycles that hold tensors
         self.books.offloading.settle()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

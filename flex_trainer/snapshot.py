@@ -165,7 +165,7 @@ def _copy_of(buffer: torch.Tensor, known: _BufferCopy | None) -> _BufferCopy:
 
 
 def _may_have_changed(buffer: torch.Tensor, version: int) -> bool:
-    """Batch norm, and people who write through `.data`, move no version: a small buffer may always have changed."""
+    """Batch norm, and code that writes through `.data`, move no version: a small buffer may always have changed."""
     return buffer._version != version or buffer.numel() * buffer.element_size() <= SMALL_BYTES
 
 

@@ -16,7 +16,7 @@ class Strategy(Enum):
 
 
 LEAST_MOVED_BYTES = 16 * 1024
-"""Smaller storages are neither offloaded nor quantised: that costs more than it frees."""
+"""Smaller storages are neither offloaded nor quantized: that costs more than it frees."""
 
 WORTHWHILE = 0.75
 """Codes and scales that take more than this share of the original are not worth their error."""
@@ -32,7 +32,7 @@ class Site:
     """One operator, or one block of operators, of a model: the unit of decision.
 
     A *block* (attention, experts, an MLP, a decoder layer) encloses operators and owns what is computed between them.
-    Giving a block the strategy RECOMPUTE replays it as a whole and overrides the operators inside.
+    Giving a block the strategy RECOMPUTE recomputes it as a whole and overrides the operators inside.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Site:
     layer: int
     """Index of the decoder layer; -1 for what lies outside the layers."""
     is_block: bool = False
-    is_replayable: bool = True
-    """False for routers (a routing decision is never made twice), for collectives and what would run one in a replay,
-    and for layers, which only enclose."""
+    is_recomputable: bool = True
+    """False for routers (a routing decision is never made twice), for collectives and what would run one in a
+    recomputation, and for layers, which only enclose."""
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether this site may have a strategy: routing is never made again, and logits never lose precision."""
         if strategy is Strategy.RECOMPUTE:
-            return self.is_replayable
+            return self.is_recomputable
         return strategy is not Strategy.QUANTIZE or self.kind not in _NEVER_QUANTIZED

@@ -186,7 +186,7 @@ def _note_processes(recipe: Recipe, console: Console) -> None:
 
 
 def _prepare_wandb(args: TrainingArguments, console: Console) -> None:
-    """Keep the W&B run beside the other output, and offline where nobody has logged in."""
+    """Keep the W&B run beside the other output, and offline without a login."""
     if "wandb" not in (args.report_to or []) or args.process_index != 0:
         return
     output_dir = Path(args.output_dir or ".")

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them (`"1.4GiB"`) and as programs count them (integers)."""
+"""Byte sizes as users write them (`"1.4GiB"`) and as programs count them (integers)."""
 
 from __future__ import annotations
 

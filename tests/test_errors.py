@@ -24,7 +24,7 @@ def test_what_is_refused_on_purpose_is_a_value_error_of_its_own_class() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("list.index(x): x not in list"), OSError(5, "broken"), KeyError("x")])
 def test_a_defect_keeps_its_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also one of our own: what counts is that somebody meant to say it, not which file it came from."""
+    """Also one of our own: what counts is that it is meant for the user, not which file it came from."""
     with pytest.raises(type(error)) as caught, user_mistakes_as_one_line():
         raise error
     assert caught.value is error

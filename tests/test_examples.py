@@ -44,5 +44,5 @@ def test_sft_with_trl(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert_learns([float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", result.stdout + result.stderr)])
     assert len(re.findall(r"^micro-batch \d+: .* of 4.00 GiB$", result.stdout, re.MULTILINE)) == 5
-    # The example turns checkpointing off itself, so nobody is warned.
+    # The example turns checkpointing off itself, so there is no warning.
     assert "gradient checkpointing is on" not in result.stderr

@@ -162,7 +162,7 @@ def test_submodules_that_were_exchanged_are_captured() -> None:
     assert module[0] is other and other.calls == 1
 
 
-def test_modules_of_torch_are_searched_only_where_somebody_has_added_something() -> None:
+def test_modules_of_torch_are_searched_only_where_something_was_added() -> None:
     plain, counting = nn.Linear(2, 2), nn.Linear(2, 2)
     counting.calls = 1  # type: ignore[assignment]
     saved = ModuleValues([plain, counting])

@@ -159,7 +159,7 @@ def test_generation_inside_training(tmp_path: Path) -> None:
 
 
 class OwnLoss:
-    """A loss of one's own, as people write it: the model's logits, twice the cross-entropy, without labels in
+    """A loss of one's own, as users write it: the model's logits, twice the cross-entropy, without labels in
     forward."""
 
     def compute_loss(

@@ -54,7 +54,7 @@ def test_any_order(order: tuple[int, ...]) -> None:
     assert vars(thing) == {}
 
 
-def test_what_somebody_else_put_on_top_stays() -> None:
+def test_what_others_put_on_top_stays() -> None:
     thing = Thing()
     first = replaced(thing, "first")
     earlier = thing.value

@@ -1,4 +1,4 @@
-"""Which micro-batch is in forward on this thread, and the execution state that a replay has to restore."""
+"""Which micro-batch is in forward on this thread, and the execution state that a recomputation has to restore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def current_scope() -> Scope | None:
 
 
 def managing_scope() -> Scope | None:
-    """The current scope, unless somebody else's hooks for saved tensors are above its own: None then too."""
+    """The current scope, unless other hooks for saved tensors are above its own: None then too."""
     scope = current_scope()
     return scope if scope is None or scope.is_on_top() else None
 
@@ -57,7 +57,7 @@ def scope_is(scope: Scope | None) -> Iterator[None]:
 
 
 def no_scope():
-    """Operators run plainly inside: used by replays."""
+    """Operators run plainly inside: used by recomputes."""
     return scope_is(None)
 
 

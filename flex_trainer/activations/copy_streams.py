@@ -44,7 +44,7 @@ class CopyStreams:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def unpin_cached(self) -> None:
-        """Give back to the system what torch's pinned allocator holds and nobody uses. Waits for both streams."""
+        """Give back to the system what torch's pinned allocator holds unused. Waits for both streams."""
         self.down.synchronize()
         self.up.synchronize()
         release_pinned_cache()

@@ -21,12 +21,12 @@ class Demand:
         self._ledger.demand(entry.num_bytes)
 
     def drop(self, entry: Entry) -> None:
-        """A replay brings the storage back, so it is not held."""
+        """A recomputation brings the storage back, so it is not held."""
         entry.dropped_bytes = entry.num_bytes
         self._ledger.freed("recompute", entry.dropped_bytes)
 
     def keep(self, entry: Entry) -> None:
-        """A replay does not bring it back after all."""
+        """A recomputation does not bring it back after all."""
         self._ledger.freed("recompute", -entry.dropped_bytes)
         entry.dropped_bytes = 0
 

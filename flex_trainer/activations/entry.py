@@ -37,7 +37,7 @@ class Entry:
         self.holding: weakref.ref[Holding] | None = None
         self.stored: weakref.ref[StoredValue] | None = None
         self.is_counted = False  # in the ledger's demand
-        self.dropped_bytes = 0  # in the ledger's freed bytes, since a replay brings them back
+        self.dropped_bytes = 0  # in the ledger's freed bytes, since a recomputation brings them back
         self.pins: list[weakref.ref[Any]] | None = None  # alive as long as anything packed of this storage is
 
     @property

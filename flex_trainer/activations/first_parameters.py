@@ -28,7 +28,7 @@ class _First(NamedTuple):
 
 
 class FirstParameters:
-    """What is checked of the parameters in a module, and given back to a replay."""
+    """What is checked of the parameters in a module, and given back to a recomputation."""
 
     __slots__ = ("_first", "_module")
 

@@ -1,4 +1,4 @@
-"""Parameters that have changed since an operator's first run: its replay may run, unless it reads them.
+"""Parameters that have changed since an operator's first run: its recomputation may run, unless it reads them.
 
 Others may have changed: an optimizer that runs in backward writes each weight once its gradient is there, and an
 operator may be a part of a module.
@@ -53,7 +53,7 @@ class _GuardedParameters(dict[str, Any]):
 
 
 def parameters_changed(what: str) -> RuntimeError:
-    """The error of a replay that does not find the parameters of the first run."""
+    """The error of a recomputation that does not find the parameters of the first run."""
     return RuntimeError(
         f"{what} changed between forward and backward (an optimizer step, exchanged weights, functional_call, another "
         "adapter): what was dropped cannot be computed again. Run backward before the change, or leave 'recompute' out "

@@ -108,7 +108,7 @@ class _StandIn:
         self.kind = kind
         self.number = number
         self.hook = hook
-        """None for one that is there for the length of a replay only."""
+        """None for one that is there for the length of a recomputation only."""
         self.num_users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,15 +1,16 @@
-"""Forward hooks of others inside an operator: those that only look on run once, those that act run in replays too.
+"""Forward hooks of others inside an operator: those that only look on run once, those that act run in recomputations
+too.
 
-A load counter or a tracker of outputs must not count a replay. A hook that changes what it is given has to run again,
-or the replay computes something else. Which is which shows in the first run: a hook *acts* when it returns something,
-changes a tensor in place, sets an attribute of its module, draws random numbers, or computes something that autograd
-saves.
+A load counter or a tracker of outputs must not count a recomputation. A hook that changes what it is given has to run
+again, or the recomputation computes something else. Which is which shows in the first run: a hook *acts* when it
+returns something, changes a tensor in place, sets an attribute of its module, draws random numbers, or computes
+something that autograd saves.
 
-Hooks of the operator's own module lie outside of what is replayed, and hooks of all modules (torch's
+Hooks of the operator's own module lie outside of what is recomputed, and hooks of all modules (torch's
 `register_module_forward_hook`) always run.
 
-Two threads may run one module at a time: the forward of a micro-batch, and a replay for another. What stands in the
-place of a hook meanwhile (hook_stand_ins.py) asks which run its thread is in.
+Two threads may run one module at a time: the forward of a micro-batch, and a recomputation for another. What stands in
+the place of a hook meanwhile (hook_stand_ins.py) asks which run its thread is in.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class InnerHooks:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._acting: set[tuple[nn.Module, int]] = set()
-        # Hooks may be gone by the time of a replay (one that was put there for the length of a forward).
+        # Hooks may be gone by the time of a recomputation (one that was put there for the length of a forward).
         self._first: list[HookTable] = []
 
     @contextmanager
@@ -53,7 +54,7 @@ class InnerHooks:
         return not self._first and not any(part._forward_hooks or part._forward_pre_hooks for part in self._parts())
 
     @contextmanager
-    def replay(self) -> Iterator[None]:
+    def recompute(self) -> Iterator[None]:
         """Run the operator inside with the hooks of the first run that acted, and no others."""
 
         def call(part: nn.Module, number: int, hook: Hook, args: Any, kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
 """Counts the bytes that the engine holds, so that every number in a report was counted and not guessed. Counts the
-time of copies and replays as well: what mitigations cost is learnt from it."""
+time of copies and recomputes as well: what mitigations cost is learnt from it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Ledger:
         self.demand_bytes = 0
         """Unique storage bytes that autograd would have held had everything been kept."""
         self.held_bytes = 0
-        """Device bytes held now by packed values and by the inputs of operators that may be replayed."""
+        """Device bytes held now by packed values and by the inputs of operators that may be recomputed."""
         self.recovered_bytes = 0
         """Device bytes held now by values that came back (recomputed, reloaded, cast) for backward."""
         self.freed_bytes = {"recompute": 0, "offload": 0, "quantize": 0}
         """Bytes not held because of each strategy, over the whole forward."""
-        self.num_replays = 0
+        self.num_recomputes = 0
         self.recompute_seconds = 0.0
         """Host time of recomputation, without the waiting for copies inside them. On CUDA a launch says nothing."""
         self.wait_seconds = 0.0

@@ -3,8 +3,8 @@
     torch.nn.utils.parametrize.cached()    made at the first read, and handed out again until the context ends
     torch.nn.utils.weight_norm and others  made by a hook before forward, and bound to an attribute of the module
 
-A replay must find the same weights: not make them where the first run found them made, nor find them made where the
-first run made them. So they are further inputs of the operator.
+A recomputation must find the same weights: not make them where the first run found them made, nor find them made where
+the first run made them. So they are further inputs of the operator.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MadeWeights:
 
     @contextmanager
     def found(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Have a replay find `tensors`, the values of those that were read; module_state.py binds names back."""
+        """Have a recomputation find `tensors`, the values of those that were read; module_state.py binds names back."""
         made = dict(zip(self._keys, tensors, strict=False))
         for (part, name, _), tensor in zip(self._attributes, tensors[len(self._keys) :], strict=True):
             vars(part)[name] = tensor

@@ -1,12 +1,13 @@
-"""The module behind an operator, as it was when the operator first ran: a replay must find it so, and leave no trace.
+"""The module behind an operator, as it was when the operator first ran: a recomputation must find it so, and leave no
+trace.
 
     restored       training flags, which parameters are trained; attributes and buffers: numbers, strings, tensors,
                    random generators, and containers of these, also where forward makes them or takes them away
     only checked   the parameters' data, and large tensors that forward writes into
 
-For a replay, names are bound to the first run's values, or to copies of what the replay may write into, and bound back
-afterwards. So the objects themselves are untouched: a counter counts once, a tracker's list grows once, and no version
-of a tensor moves. Objects of other kinds (a tracker with methods, say) are the same in both runs.
+For a recomputation, names are bound to the first run's values, or to copies of what the recomputation may write into,
+and bound back afterwards. So the objects themselves are untouched: a counter counts once, a tracker's list grows once,
+and no version of a tensor moves. Objects of other kinds (a tracker with methods, say) are the same in both runs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ModuleState:
 
     @contextmanager
     def restored(self, name: str) -> Iterator[None]:
-        """Run with the state of the first run; what the run changes is taken back.
+        """Run with the state of the first run; what the run changes is rolled back.
 
         Raises:
             RuntimeError: a parameter that the run reads was exchanged or written to since, or a large tensor among the
@@ -83,7 +84,7 @@ class _Part:
         for bound, values in ((attributes, self._attributes), (module._buffers, self._buffers)):
             for key, value in values.items():
                 now: Any = bound.get(key)
-                found = value.for_replay(now, f"{name} ({key})")
+                found = value.for_recompute(now, f"{name} ({key})")
                 if found is not _SAME:
                     bound[key] = found
                 elif value.stream is not None and isinstance(now, torch.Generator):
@@ -91,7 +92,7 @@ class _Part:
                     now.set_state(value.stream)
 
     def rewind_generators(self) -> None:
-        """Have generators go on as if there had been no replay."""
+        """Have generators go on as if there had been no recomputation."""
         while self._generators:
             generator, state = self._generators.pop()
             generator.set_state(state)
@@ -124,8 +125,8 @@ class _Value:
             if value.numel() * value.element_size() <= SMALL_BYTES:
                 self._content = value.detach().clone()
 
-    def for_replay(self, now: Any, name: str) -> Any:
-        """What to bind the name to in a replay; `_SAME` leaves it. `now` is what it is bound to."""
+    def for_recompute(self, now: Any, name: str) -> Any:
+        """What to bind the name to in a recomputation; `_SAME` leaves it. `now` is what it is bound to."""
         if self._kept is not None:
             if self._kept._version == self._version:
                 return self._kept
@@ -144,7 +145,7 @@ class _Value:
 
 
 class _Bindings:
-    """What a module's names are bound to when a replay begins."""
+    """What a module's names are bound to when a recomputation begins."""
 
     __slots__ = ("_attributes", "_buffers", "_is_training", "_module", "_unsaved")
 
@@ -168,8 +169,8 @@ class _Bindings:
 
 
 def _is_settled(container: Any, depth: int) -> bool:
-    """Whether remembering what is in a container keeps no graph alive, and is cheap. If not, a replay gets a copy of
-    what is in it then."""
+    """Whether remembering what is in a container keeps no graph alive, and is cheap. If not, a recomputation gets a
+    copy of what is in it then."""
     if len(container) > MAX_ITEMS or depth == 0:
         return False
     items = container.values() if isinstance(container, dict) else container

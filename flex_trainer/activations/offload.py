@@ -93,7 +93,7 @@ class OffloadStore:
         """Why the tier refused a value, once it did: from then on values are kept on the device."""
         self.max_in_flight_bytes = max_in_flight_bytes
         """Bound on the bytes of copies on their way: down in forward, ahead of need in backward."""
-        # Weak: a value that nobody wants any more ends its own copy and goes.
+        # Weak: a value that is no longer referenced ends its own copy and is freed.
         self._in_flight: list[weakref.ref[OffloadedValue]] = []
         self._order: list[weakref.ref[OffloadedValue]] = []
         self._lock = threading.RLock()
@@ -276,7 +276,7 @@ class OffloadedValue:
         # The place may be given to another value only when no copy uses it any more; a copy that failed has ended too.
         for copy in (self._write, self._read):
             if copy is not None:
-                _end(copy)  # nobody wants the value any more, so its error is of no interest
+                _end(copy)  # the value is no longer referenced, so the error is ignored
         if self._source is not None:
             self._ledger.release(self.num_bytes)
         elif self._value is not None:

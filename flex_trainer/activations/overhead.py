@@ -21,9 +21,9 @@ _NUM_ROUNDS = 5
 _WIDTH = 8
 
 
-def replay_overhead_seconds(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Host seconds of one recomputed region, first run and replay, on top of its kernels' launches: the median of a few
-    rounds over a chain of small modules (some milliseconds in all).
+def recompute_overhead_seconds(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Host seconds of one recomputed region, first run and recompute, on top of its kernels' launches: the median of a
+    few rounds over a chain of small modules (some milliseconds in all).
 
     Kernels of both sides are the same, so on CUDA the difference of times on the host is what is asked for. `clock`:
     in seconds; that of the process where others take the machine's time.
@@ -37,7 +37,8 @@ def replay_overhead_seconds(device: torch.device, clock: Callable[[], float] = t
         plain = _seconds(modules, x, None, clock)
         recomputed = _seconds(modules, x, Strategy.RECOMPUTE, clock)
         if number:  # the first use of a path is never typical
-            # A replay runs the operator's forward once more: launches that the cost model counts as the operator's own.
+            # A recomputation runs the operator's forward once more: launches that the cost model counts as the
+            # operator's own.
             forward, both = plain
             differences.append(recomputed[1] - both - forward)
     return max(statistics.median(differences) / _NUM_REGIONS, 0.0)

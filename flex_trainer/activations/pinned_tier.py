@@ -6,12 +6,12 @@ The host never waits for a copy. Order comes from events, between the stream tha
     release   the computing stream waits for that event; from then on the source's memory may be given to others, since
               torch's allocator hands it out again in the order of that stream
     read      the up stream waits for the write of the buffer and for earlier kernels in the target's memory, and
-              copies; whoever uses the target has its stream wait for that event
+              copies; the user of the target makes its stream wait for that event
     free      the buffer goes to the next write at once, which has the down stream wait for the buffer's last read
 
 Pinned buffers come in powers of two (torch's pinned allocator rounds up to them in any case), are used again, and are
-bounded in sum: pinning is slow, and pinned memory is taken from everybody. Buffers that nobody has needed for a while
-are given back.
+bounded in sum: pinning is slow, and pinned memory is not available to other processes. Buffers that were not needed for
+a while are given back.
 """
 
 from __future__ import annotations

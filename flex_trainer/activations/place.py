@@ -14,7 +14,7 @@ class Place(NamedTuple):
     """An operator and what is done with it."""
 
     phase: str
-    """planning, forward, backward, or recovery (a replay, a reload or a conversion back)."""
+    """planning, forward, backward, or recovery (a recomputation, a reload or a conversion back)."""
     operator: str
     """Name of the site. In backward: whose saved value was asked for last."""
 

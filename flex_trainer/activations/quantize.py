@@ -66,7 +66,7 @@ class QuantizedValue:
 
     @staticmethod
     def shrinks(tensor: torch.Tensor, layout: StorageLayout | None = None) -> bool:
-        """Whether quantising would make this tensor's storage smaller: it is floating, with rows long enough."""
+        """Whether quantizing would make this tensor's storage smaller: it is floating, with rows long enough."""
         num_bytes = tensor.untyped_storage().nbytes()
         num_rows = _layout_of(tensor, layout).num_rows(num_bytes)
         return num_rows > 0 and num_bytes // tensor.element_size() + 4 * num_rows <= WORTHWHILE * num_bytes

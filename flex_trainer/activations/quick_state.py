@@ -1,4 +1,5 @@
-"""Modules that keep nothing but numbers, strings and objects of their own: a replay finds them as they were at once.
+"""Modules that keep nothing but numbers, strings and objects of their own: a recomputation finds them as they were at
+once.
 
 That is nearly every module. `ModuleState` copies what could change inside of tensors, containers and generators; here
 there is nothing of that kind, so all that a module holds is compared by identity, which takes a microsecond.
@@ -55,7 +56,7 @@ class QuickState:
 
     @contextmanager
     def restored(self, name: str) -> Iterator[None]:
-        """Run with the state of the first run; what the run changes is taken back.
+        """Run with the state of the first run; what the run changes is rolled back.
 
         Raises:
             RuntimeError: a parameter that the run reads was exchanged or written to since.
@@ -73,7 +74,7 @@ class QuickState:
                 part._buffers.clear()
             for part, first, found in zip(self._parts, self._attributes, now, strict=True):
                 if found is not None:
-                    _bind(part, _for_replay(first, found))
+                    _bind(part, _for_recompute(first, found))
             with self._parameters.restored(name):
                 yield
         finally:
@@ -95,8 +96,8 @@ def _is_same(now: dict[str, Any], first: dict[str, Any]) -> bool:
     )
 
 
-def _for_replay(first: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What a module holds in a replay: numbers and strings of the first run, and objects as they are now."""
+def _for_recompute(first: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What a module holds in a recomputation: numbers and strings of the first run, and objects as they are now."""
     bound = {name: value for name, value in now.items() if name in NOT_STATE or name in first}
     bound.update((name, value) for name, value in first.items() if name not in NOT_STATE and type(value) in SCALARS)
     bound["training"] = first["training"]

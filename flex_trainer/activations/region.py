@@ -1,14 +1,14 @@
-"""Recompute: one run of an operator whose internals and outputs are dropped, and its replay in backward.
+"""Recompute: one run of an operator whose internals and outputs are dropped, and its recomputation in backward.
 
     forward    region R runs under pack hooks. What it saves is numbered 0, 1, 2, ... and dropped; its outputs are
                remembered by storage, so that a later operator which saves one of them gets "output k of R, this view".
-    backward   the first value that is asked for replays R from its inputs, in the state of the first run (random
-               streams, autocast, what the module had in its attributes). The n-th tensor the replay saves fills the
-               n-th slot; the k-th output fills the slot of output k. Slots nobody holds any more are skipped, and the
-               replay stops once the last needed one is full.
+    backward   the first value that is asked for recomputations R from its inputs, in the state of the first run (random
+               streams, autocast, what the module had in its attributes). The n-th tensor the recomputation saves fills
+               the n-th slot; the k-th output fills the slot of output k. Slots that are no longer held are skipped, and
+               the recomputation stops once the last needed one is full.
 
-The inputs are packed values themselves: an input that was dropped too is recovered by replaying its region first. This
-is the paper's recompute (BaGuaLu-2, section IV-B) at the granularity of an operator.
+The inputs are packed values themselves: an input that was dropped too is recovered by recomputing its region first.
+This is the paper's recompute (BaGuaLu-2, section IV-B) at the granularity of an operator.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from flex_trainer.activations.quick_state import QuickState, state_of
 from flex_trainer.activations.values import Packed, Slot, alive
 
 
-class _ReplayDone(Exception):
-    """Raised inside a replay when the last needed value was saved."""
+class _RecomputeDone(Exception):
+    """Raised inside a recomputation when the last needed value was saved."""
 
 
 class Region:
@@ -123,7 +123,7 @@ class Region:
             self._outputs[index] = weakref.ref(slot)
         return slot
 
-    def replay(self) -> None:
+    def recompute(self) -> None:
         """Run the operator again and fill every live slot. Random streams are left as they were found."""
         inner = {number: slot for number, ref in self._inner.items() if (slot := ref()) and slot.value is None}
         outputs = {index: slot for index, ref in self._outputs.items() if (slot := ref()) and slot.value is None}
@@ -136,15 +136,15 @@ class Region:
             nonlocal number
             number += 1
             if number in inner:
-                inner[number].fill(tensor.detach())  # a saved result still carries the replay's own graph
+                inner[number].fill(tensor.detach())  # a saved result still carries the recomputation's own graph
             if number == last_inner and not outputs:
-                raise _ReplayDone
+                raise _RecomputeDone
 
         def never(_: None) -> torch.Tensor:
-            raise AssertionError("a replay's own graph never runs backward")
+            raise AssertionError("a recomputation's own graph never runs backward")
 
         module_state = _NOTHING if self._module_state is None else self._module_state.restored(self.name)
-        hooks = _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.replay()
+        hooks = _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.recompute()
         made = [leaf.recover() for leaf in self._made_leaves]
         with (
             module_state,
@@ -157,24 +157,24 @@ class Region:
         ):
             try:
                 result = self._function(*args, **kwargs)
-            except _ReplayDone:
+            except _RecomputeDone:
                 result = None
         if outputs:
             leaves = leaves_of(result)
             for index, slot in outputs.items():
                 slot.fill(leaves[index].detach())
-        self._ledger.num_replays += 1
+        self._ledger.num_recomputes += 1
         missing = [number for number, slot in inner.items() if slot.value is None]
         if missing:
             raise RuntimeError(
-                f"replaying {self.name} saved fewer tensors than its first run did (number {missing[0]} is missing):"
+                f"recomputing {self.name} saved fewer tensors than its first run did (number {missing[0]} is missing):"
                 " the operator takes another path the second time. Leave 'recompute' out of strategies, or report the"
                 " model."
             )
 
 
 class _PackedLeaf:
-    """A tensor argument of a region, with what is needed to hand it to the replay."""
+    """A tensor argument of a region, with what is needed to hand it to the recomputation."""
 
     __slots__ = ("_packed", "_parameter", "_requires_grad")
 

@@ -82,9 +82,9 @@ class Scope:
     ) -> None:
         """`parameters`: tensors (parameters and buffers) that are only ever referred to, looked up when they are
         needed. `residency`: where there are others, that come and go (sharded weights). `modules`: by site name, for
-        what a replay has to restore and check. `on_memory` is called at points where memory in use is worth sampling:
-        operator boundaries in forward, values coming back in backward. `whereabouts` is kept up to date, so that an
-        error can name the operator. `on_backward` is called with the number of each backward (see
+        what a recomputation has to restore and check. `on_memory` is called at points where memory in use is worth
+        sampling: operator boundaries in forward, values coming back in backward. `whereabouts` is kept up to date, so
+        that an error can name the operator. `on_backward` is called with the number of each backward (see
         `compat.current_backward`) that begins to ask for values. `non_finite`: what earlier micro-batches have found,
         which this one adds to."""
         self.ledger = ledger
@@ -226,7 +226,7 @@ class Scope:
 
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one operator or block under its strategy and return its result; plainly, where this is not the thread's
-        current scope (in a replay, for one), or where somebody else packs what is saved."""
+        current scope (in a recomputation, for one), or where other hooks pack what is saved."""
         if current_scope() is not self or not self.is_on_top():
             return function(*args, **kwargs)
         depth = len(running := self._running)
@@ -297,7 +297,7 @@ class Scope:
         """What really happens at this site now: nothing inside a running region, and only what the site allows."""
         if self._region is not None or not torch.is_grad_enabled():
             return Strategy.KEEP
-        return Strategy.KEEP if chosen is Strategy.RECOMPUTE and not site.is_replayable else chosen
+        return Strategy.KEEP if chosen is Strategy.RECOMPUTE and not site.is_recomputable else chosen
 
     def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
         name = self._trace.calls[index].site.name
@@ -351,7 +351,7 @@ class Scope:
         return self._hold(entry, tensor)
 
     def _pack_inner(self, tensor: torch.Tensor) -> Packed:
-        """Inside a recomputed region: number what the replay will save again, refer to the rest."""
+        """Inside a recomputed region: number what the recomputation will save again, refer to the rest."""
         number = self._num_packs
         self._num_packs += 1
         region = self._region
@@ -378,7 +378,7 @@ class Scope:
         return PackedInner(slot, tensor, region.name)
 
     def _pack_input(self, tensor: torch.Tensor) -> Packed:
-        """A tensor that a region needs for its replay."""
+        """A tensor that a region needs for its recompute."""
         entry = self._entry(tensor)
         if entry is None:
             return self._reference(tensor)
@@ -473,7 +473,7 @@ class Scope:
         self._trace.values[entry.value].owner = entry.owner
 
     def _is_whole(self, region: Region) -> bool:
-        """Whether a region can be run again in the backward of whoever saves one of its outputs now."""
+        """Whether a region can be run again in the backward of the operator that saves one of its outputs now."""
         return self._residency is None or self._residency.is_whole(region.name, self._name())
 
     # Identity

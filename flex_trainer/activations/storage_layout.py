@@ -1,4 +1,4 @@
-"""How a storage is cut into the rows that it is quantised in, each with a scale of its own.
+"""How a storage is cut into the rows that it is quantized in, each with a scale of its own.
 
 A row is the last dimension of the tensor in which a storage was first seen, as its maker returned it, whichever view of
 it is saved later: so what a value takes in 8 bits does not depend on who saves it.
@@ -27,7 +27,7 @@ class StorageLayout(NamedTuple):
         return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
     def num_rows(self, num_bytes: int) -> int:
-        """Rows that a storage of this many bytes is quantised in; 0 where its kind is not quantised."""
+        """Rows that a storage of this many bytes is quantized in; 0 where its kind is not quantized."""
         num_elements = num_bytes // self.dtype.itemsize
         if self.dtype not in _QUANTIZED or num_elements == 0 or 0 in self.shape:
             return 0

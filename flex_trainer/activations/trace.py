@@ -24,11 +24,11 @@ class ValueTrace:
     layout: StorageLayout | None = None
     """Of the tensor in which it was first seen."""
     has_infinity: bool = False
-    """It was seen to hold infinities, as masks do: it is kept where others are quantised."""
+    """It was seen to hold infinities, as masks do: it is kept where others are quantized."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that it is quantised in, each with a scale of its own; 0: not a kind that is quantised."""
+        """Rows that it is quantized in, each with a scale of its own; 0: not a kind that is quantized."""
         return 0 if self.layout is None else self.layout.num_rows(self.num_bytes)
 
 

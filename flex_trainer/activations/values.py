@@ -27,7 +27,7 @@ class Packed(Protocol):
     """The operator it belongs to, for messages."""
 
     def get(self) -> torch.Tensor:
-        """The tensor, bit for bit (quantised values: within their stated error)."""
+        """The tensor, bit for bit (quantized values: within their stated error)."""
         ...
 
 
@@ -82,7 +82,8 @@ class PackedKept:
 
 
 class Slot:
-    """One value of a recomputed region: empty until the region is replayed, then full until nobody needs it."""
+    """One value of a recomputed region: empty until the region is recomputed, then full until it is no longer
+    needed."""
 
     __slots__ = ("__weakref__", "_ledger", "_recovered_bytes", "region", "value")
 
@@ -102,8 +103,8 @@ class Slot:
         if self.value is None:
             assert self.region is not None
             with self._ledger.recomputing():
-                self.region.replay()
-        assert self.value is not None, "a replay fills every live slot"
+                self.region.recompute()
+        assert self.value is not None, "a recomputation fills every live slot"
         return self.value
 
     def __del__(self) -> None:
@@ -111,7 +112,7 @@ class Slot:
 
 
 class PackedInner:
-    """A tensor saved inside a recomputed region: the n-th one that the replay saves."""
+    """A tensor saved inside a recomputed region: the n-th one that the recomputation saves."""
 
     __slots__ = ("_dtype", "name", "_shape", "_slot", "_watch")
 
@@ -127,7 +128,7 @@ class PackedInner:
         value = self._slot.read()
         if value.shape != self._shape or value.dtype != self._dtype:
             raise RuntimeError(
-                f"replaying {self.name} gave a {value.dtype} tensor of shape {tuple(value.shape)} where the first run"
+                f"recomputing {self.name} gave a {value.dtype} tensor of shape {tuple(value.shape)} where the first run"
                 f" gave {self._dtype} {tuple(self._shape)}: the operator is not a function of its inputs. Leave"
                 " 'recompute' out of strategies."
             )
@@ -152,8 +153,8 @@ class PackedOutput:
         storage = value.untyped_storage()
         if storage.nbytes() != self._storage_bytes:
             raise RuntimeError(
-                f"replaying {self.name} gave {storage.nbytes()} bytes where the first run gave {self._storage_bytes}: "
-                "the operator is not a function of its inputs. Leave 'recompute' out of strategies."
+                f"recomputing {self.name} gave {storage.nbytes()} bytes where the first run gave {self._storage_bytes}"
+                ": the operator is not a function of its inputs. Leave 'recompute' out of strategies."
             )
         return self._view.of(storage, value.device)
 
@@ -167,7 +168,7 @@ class StoredValue(Protocol):
 
 
 class PackedStored:
-    """A tensor whose storage was offloaded or quantised."""
+    """A tensor whose storage was offloaded or quantized."""
 
     __slots__ = ("name", "_stored", "_view", "_watch")
 

@@ -1,4 +1,4 @@
-"""One side of a comparison, in a process of its own: its memory peak, its limit and its losses are nobody else's."""
+"""One side of a comparison, in a process of its own: its memory peak, its limit and its losses are its own."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from flex_trainer.testing.tiny import tiny_batch
 UNIFORM = {strategy.value: strategy for strategy in Strategy}
 CASES = ("plain", *UNIFORM, "mixed", "differ", "auto")
 """
-plain     dispatch and combine alone, nobody manages activations
+plain     dispatch and combine alone, activations are not managed
 keep, recompute, offload, quantize: that, for every operator on every rank
 mixed     each operator of each rank draws one of keep, recompute, offload
 differ    rank 0 recomputes all it can, rank 1 keeps all, rank 2 offloads all, rank 3 mixes

@@ -79,7 +79,7 @@ def in_turns(
     }
     for number in range(-_WARM_UP_STEPS, num_rounds):
         batch = rank_batch(batch_size, sequence_length, rank, number + _WARM_UP_STEPS)
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # nobody is always first
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # no side is always first
             results = found[name]
             count = CountAllToAll() if number == -1 else nullcontext()
             torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""Counts what ranks send each other to dispatch and combine tokens, exactly, whoever sends it and how."""
+"""Counts what ranks send each other to dispatch and combine tokens, exactly, independent of the implementation."""
 
 from __future__ import annotations
 

@@ -203,11 +203,11 @@ class _SegmentPart:
                         (dict.fromkeys(codes.values(), 1.0), 1.0), ({recompute: 1.0, -1: -1.0}, 1.0)
                     )
         self.needed = [self.programme.variable() for _ in range(self.structure.num_values)]
-        """Something outside of the region that makes the value saves it, or takes it in a replay."""
+        """Something outside of the region that makes the value saves it, or takes it in a recomputation."""
         for pair, (value, _) in enumerate(self.structure.pairs):
             both = np.flatnonzero(self.structure.pair_regions[:, pair])
             self.programme.at_least(self.needed[value], ({-1: 1.0}, 1.0), (self._is_region(both), -1.0))
-        self._replays()
+        self._recomputes()
         self.points: list[list[tuple[_Terms, float]]] = self._bytes()
         """What is there of this segment at each of its operators, in backward and in forward."""
 
@@ -216,7 +216,7 @@ class _SegmentPart:
         found = (self.does[index].get(RECOMPUTE) for index in operators)
         return {variable: 1.0 for variable in found if variable is not None}
 
-    def _replays(self) -> None:
+    def _recomputes(self) -> None:
         programme, structure, compiled = self.programme, self.structure, self.compiled
         for index, codes in enumerate(self.does):
             recompute = codes.get(RECOMPUTE)
@@ -229,7 +229,7 @@ class _SegmentPart:
             if structure.saves_inside[index]:
                 programme.at_least(live, ({recompute: 1.0}, 1.0))
             unpaid = float(compiled.unpaid_seconds[0, index])
-            programme.cost[live] += float(compiled.replay_seconds[0, index]) - unpaid
+            programme.cost[live] += float(compiled.recompute_seconds[0, index]) - unpaid
             programme.cost[output] += unpaid
             for value in structure.inputs[index]:
                 programme.at_least(self.needed[value], ({live: 1.0}, 1.0))
@@ -275,7 +275,7 @@ class _SegmentPart:
                     programme.at_least(comes_back, ({recompute: 1.0}, 1.0))
                 else:
                     programme.at_least(comes_back, ({needed: 1.0, recompute: 1.0, -1: -1.0}, 1.0))
-                when = structure.there_replayed[level * structure.num_values + index]
+                when = structure.there_recomputed[level * structure.num_values + index]
                 there(when, {comes_back: size}, factor)
         is_known = np.isfinite(compiled.on_top[0])
         return [point for point, known in zip(points, is_known, strict=True) if known]

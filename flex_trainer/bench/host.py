@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import nn
 
 from flex_trainer.activations.context import scope_is
-from flex_trainer.activations.overhead import replay_overhead_seconds
+from flex_trainer.activations.overhead import recompute_overhead_seconds
 from flex_trainer.bench.host_growth import growth
 from flex_trainer.bench.host_planning import planning
 from flex_trainer.config import FlexConfig
@@ -150,7 +150,7 @@ def _phases(architecture: str, is_quick: bool, is_collecting: bool) -> dict[str,
         "recomputed_backward_ms": backward["recomputed"] * 1e3,
         "kernels_of_regions_ms": timer.seconds * 1e3,
         "region_us": (in_regions - timer.seconds) * 1e6 / timer.num_regions,
-        "one_norm_region_us": replay_overhead_seconds(torch.device("cpu"), time.process_time) * 1e6,
+        "one_norm_region_us": recompute_overhead_seconds(torch.device("cpu"), time.process_time) * 1e6,
     }
 
 
@@ -184,7 +184,7 @@ class _EveryOperator:
     """Recompute for every operator that allows it; blocks are kept, so that each operator is a region of its own."""
 
     def strategy(self, site: Site) -> Strategy:
-        return Strategy.KEEP if site.is_block or not site.is_replayable else Strategy.RECOMPUTE
+        return Strategy.KEEP if site.is_block or not site.is_recomputable else Strategy.RECOMPUTE
 
 
 class _Timer:

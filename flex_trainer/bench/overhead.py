@@ -76,7 +76,7 @@ def compare(num_layers: int, batch_size: int, num_tokens: int, num_rounds: int) 
     costs: dict[str, list[Cost]] = {name: [] for name in sides}
     for number in range(_WARM_UP_ROUNDS + num_rounds):
         losses = []
-        for name in list(sides)[:: 1 if number % 2 else -1]:  # nobody is always first
+        for name in list(sides)[:: 1 if number % 2 else -1]:  # no side is always first
             (managed if name == "engine" else model).zero_grad(set_to_none=True)
             start = resource.getrusage(resource.RUSAGE_SELF)
             loss = sides[name]()

@@ -1,4 +1,4 @@
-"""What people would pick instead: other ways to hold fewer activations, by the names the benchmarks give them.
+"""What a user would pick instead: other ways to hold fewer activations, by the names the benchmarks give them.
 
 | name | what it is |
 |---|---|

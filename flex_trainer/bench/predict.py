@@ -116,7 +116,7 @@ def _peaks(shape: BenchShape, shares: Iterable[float | None], console: Console) 
         }
         result = run_in_subprocess("flex_trainer.bench.child:train", arguments, timeout_s=_TIMEOUT_S)
         if result.error.startswith(MemoryLimitError.__name__):
-            console.print("refused: below the least demanding plan", highlight=False)
+            console.print("refused: below the minimum-memory plan", highlight=False)
             break
         if result.exit_code != 0:
             reason = result.error or f"exit code {result.exit_code}"

@@ -27,7 +27,7 @@ from flex_trainer.testing.tiny import tiny_batch, tiny_model
 FAMILIES = ("deepseek_v3", "mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "llama")
 SHAPES = ((2, 128), (4, 256))
 _SHARES = (0.03, 0.2, 0.5, 0.8, 0.97)
-"""Budgets between the least demanding plan (0) and keeping everything (1)."""
+"""Budgets between the minimum-memory plan (0) and keeping everything (1)."""
 _IN_FLIGHT_SHARE = 0.05
 _MITIGATIONS = (
     (Strategy.RECOMPUTE, Strategy.OFFLOAD),

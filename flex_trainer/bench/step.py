@@ -5,7 +5,7 @@
     requirement 3   step time with ample memory: against plain
     requirement 4   300 micro-batches of 1x to 8x the shortest length: peak against limit
     requirement 5   planning time against step time
-    peers           what people would pick instead (bench/peers.py), in the same turns: peak and time of each in one
+    peers           what a user would pick instead (bench/peers.py), in the same turns: peak and time of each in one
                     table, losses equal to the plain run's
 
 All sides run in turns, each in a fresh process (its own peak, its own cap); times are medians over all rounds, without

@@ -41,7 +41,7 @@ class DamagedFileError(Exception):
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file is recognised by."""
+    """What a file is recognized by."""
 
     num_bytes: int
     crc32: int
@@ -144,8 +144,8 @@ def writer_of(name: str) -> int | None:
 
 
 def shares(sizes: Mapping[str, int], members: Iterable[int]) -> dict[int, list[str]]:
-    """Files by member, such that all have about the same number of bytes to read: the largest first, to whoever has
-    the least so far. Equal on all ranks."""
+    """Files by member, such that all have about the same number of bytes to read: the largest first, to the rank that
+    has the least so far. Equal on all ranks."""
     given: dict[int, list[str]] = {member: [] for member in members}
     loads = dict.fromkeys(given, 0)
     for name, num_bytes in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

@@ -4,11 +4,12 @@ This is where the cost rules stand. They are those of the engine (activations/sc
 tensors:
 - a value is governed by the operator that made it;
 - a recomputed operator or block drops what it made and holds its inputs instead, if anything of it is needed at all;
-- what one recomputed operator needs from another is recovered by a chain of recomputes, each of which costs an overhead
-  and its operator's own forward time, once; a block that only has to bring back what was saved inside stops early.
+- what one recomputed operator needs from another is recovered by a chain of recomputations, each of which costs an
+  overhead and its operator's own forward time, once; a block that only has to bring back what was saved inside stops
+  early.
 
-Which values a choice holds and which regions it replays follows from who makes, takes and saves what; sizes and times
-only turn it into amounts. So a `SegmentStructure` works the first part out for many sets of recomputed operators
+Which values a choice holds and which regions it recomputes follows from who makes, takes and saves what; sizes and
+times only turn it into amounts. So a `SegmentStructure` works the first part out for many sets of recomputed operators
 ("patterns") as 0/1 matrices, which segments of every shape share; a `CompiledSegment` turns them into bytes and seconds
 by matrix products.
 
@@ -51,7 +52,7 @@ _MAX_PATTERNS = 20_000
 """Patterns remembered for one structure; beyond that it starts over."""
 
 _operator_structure = attrgetter(
-    "site.kind", "site.is_block", "site.is_replayable", "parent", "inputs", "shared_inputs"
+    "site.kind", "site.is_block", "site.is_recomputable", "parent", "inputs", "shared_inputs"
 )
 _value_structure = attrgetter("owner", "savers", "element_bytes")
 
@@ -60,16 +61,17 @@ _value_structure = attrgetter("owner", "savers", "element_bytes")
 class Patterns:
     """Consequences of P sets of recomputed operators."""
 
-    replayed: np.ndarray
-    """P x n: the operator is a region that is replayed."""
+    recomputed: np.ndarray
+    """P x n: the operator is a region that is recomputed."""
     stops_early: np.ndarray
     """P x n: it is, and stops once all that was saved inside is there."""
     held: np.ndarray
     """P x m: the value is held, unless it is moved."""
     recovered: np.ndarray
-    """P x Dm: the value is dropped, and brought back by the replay of its owner, of the block around that, ..."""
+    """P x Dm: the value is dropped, and brought back by the recomputation of its owner, of the block around that,
+    ..."""
     shared: np.ndarray
-    """P x number of shared values: some replay takes it."""
+    """P x number of shared values: some recompute takes it."""
 
     def rows(self, index: np.ndarray) -> Patterns:
         """The patterns at some places."""
@@ -145,7 +147,7 @@ class SegmentStructure:
                 self.encloses[:, index] |= self.encloses[:, operator.parent]
         self.inside = self.encloses & ~np.eye(n, dtype=bool)
         """The same without the operator itself."""
-        self.is_replayable = np.array([operator.site.is_replayable for operator in operators], dtype=bool)
+        self.is_recomputable = np.array([operator.site.is_recomputable for operator in operators], dtype=bool)
         self.allows = np.array([[op.site.allows(code) for code in CODES] for op in operators], dtype=bool).reshape(n, 4)
         self.owner = np.array([value.owner for value in values], dtype=np.int64)
         self.made = np.zeros((m, n))
@@ -156,7 +158,7 @@ class SegmentStructure:
         self.is_saved = np.array([bool(value.savers) for value in values], dtype=bool)
         self._element_bytes = np.array([value.element_bytes for value in values], dtype=np.int64)
         # For every pair of a value and one of its savers: the operators that enclose both. If one of those is the
-        # region, the saver gets the value within the replay; else the value is needed outside.
+        # region, the saver gets the value within the recomputation; else the value is needed outside.
         self.pairs = pairs = [(number, saver) for number, value in enumerate(values) for saver in value.savers]
         self._pair_values = np.zeros((len(pairs), m), dtype=np.float32)
         self.pair_regions = np.zeros((n, len(pairs)), dtype=np.float32)
@@ -170,7 +172,7 @@ class SegmentStructure:
         self.saves_inside = last_saver >= 0
         self._is_block = np.array([operator.site.is_block for operator in operators], dtype=bool)
         self.unpaid = np.zeros((n, n))
-        """n x n: a replay of the row's block that stops early does not pay for the column's operator."""
+        """n x n: a recomputation of the row's block that stops early does not pay for the column's operator."""
         for index in np.flatnonzero(self._is_block & self.saves_inside):
             self.unpaid[index, unpaid_operators(operators, int(index), int(last_saver[index]))] = 1
         self.inputs = [np.array(operator.inputs, dtype=np.int64) for operator in operators]
@@ -211,13 +213,13 @@ class SegmentStructure:
             levels.append(np.where(levels[-1] >= 0, self.parents[levels[-1]] if n else -1, -1))
         self.levels = levels[:-1]
         self.num_levels = len(self.levels)
-        replay_at = np.array(uses.replay_at, dtype=np.int64)
+        recompute_at = np.array(uses.recompute_at, dtype=np.int64)
         there = []
         for level in self.levels:
-            since = replay_at[level][:, None]
+            since = recompute_at[level][:, None]
             there.append(np.concatenate([(np.minimum(first, since) <= at) & (at <= since), forward], axis=1))
-        self.there_replayed = np.concatenate([np.zeros((0, 2 * n)), *there]).astype(np.float64)
-        """Dm x 2n: there on top, where a replay of that level brings it back."""
+        self.there_recomputed = np.concatenate([np.zeros((0, 2 * n)), *there]).astype(np.float64)
+        """Dm x 2n: there on top, where a recomputation of that level brings it back."""
 
     def uniform(self, code: int) -> bytes:
         """One strategy for all operators that allow it, as a choice."""
@@ -241,8 +243,8 @@ class SegmentStructure:
     # Patterns
 
     def roots(self, recomputed: np.ndarray) -> np.ndarray:
-        """C x n marks of recomputed operators -> the outermost ones of each chain, those that can be replayed."""
-        marks = recomputed & self.is_replayable
+        """C x n marks of recomputed operators -> the outermost ones of each chain, those that can be recomputed."""
+        marks = recomputed & self.is_recomputable
         inside = (marks.astype(np.float32) @ self.inside) > 0
         return marks & ~inside
 
@@ -260,14 +262,14 @@ class SegmentStructure:
         return self._known.rows(np.array([self._rows[key] for key in keys], dtype=np.int64))
 
     def _consequences(self, roots: np.ndarray) -> Patterns:
-        """What is replayed, and which values must be there in backward, for all rows at once."""
+        """What is recomputed, and which values must be there in backward, for all rows at once."""
         marks = roots.astype(np.float32)
         dropped = ((marks @ self.encloses) > 0) @ self.made.T > 0
         needed = (1 - marks @ self.pair_regions) @ self._pair_values > 0
         needed, by_operator = np.ascontiguousarray(needed.T), np.ascontiguousarray(roots.T)
-        replayed, stops_early = np.zeros_like(by_operator), np.zeros_like(by_operator)
+        recomputed, stops_early = np.zeros_like(by_operator), np.zeros_like(by_operator)
         shared = np.zeros((self.num_shared, len(roots)), dtype=bool)
-        # Last region first: a replay needs what earlier ones make.
+        # Last region first: a recomputation needs what earlier ones make.
         for index in np.flatnonzero(by_operator.any(axis=1))[::-1].tolist():
             live = by_operator[index]
             is_asked = live & needed[self.owned[index]].any(axis=0)
@@ -275,15 +277,15 @@ class SegmentStructure:
                 live = is_asked
             elif self._is_block[index]:
                 stops_early[index] = live & ~is_asked
-            replayed[index] = live
+            recomputed[index] = live
             needed[self.inputs[index]] |= live
             if len(self.shared_inputs[index]):
                 shared[self.shared_inputs[index]] |= live
-        needed, replayed, stops_early, shared = (array.T for array in (needed, replayed, stops_early, shared))
+        needed, recomputed, stops_early, shared = (array.T for array in (needed, recomputed, stops_early, shared))
         back = dropped & (needed | self.is_saved)
         by_level = [back & (level >= 0) & roots[:, level] for level in self.levels]
         recovered = np.concatenate([np.zeros((len(roots), 0), dtype=bool), *by_level], axis=1)
-        return Patterns(replayed, stops_early, needed & ~dropped, recovered, shared)
+        return Patterns(recomputed, stops_early, needed & ~dropped, recovered, shared)
 
 
 class CompiledSegment:
@@ -327,7 +329,7 @@ class CompiledSegment:
         if gradient_bytes is not None:
             on_top = on_top + np.concatenate([gradient_bytes, np.zeros(num)])
         self.bytes, self.on_top = num_bytes, rates.transient_factor * on_top
-        self.replay_seconds = rates.replay_overhead_seconds + seconds
+        self.recompute_seconds = rates.recompute_overhead_seconds + seconds
         self.unpaid_seconds = np.minimum(seconds @ structure.unpaid.T, seconds)
         element_bytes = np.array([value.element_bytes for value in values], dtype=np.float64)
         quantized = num_bytes // element_bytes + 4 * num_rows
@@ -345,9 +347,11 @@ class CompiledSegment:
         """Of one strategy alone, under one load: bounds of the bytes that it frees, and of the seconds for a byte (none
         takes fewer)."""
         if code == RECOMPUTE:
-            # A region frees no more than what is made in it. One that is not replayed frees nothing.
-            num_bytes = self.structure.encloses @ (self.structure.made.T @ self.bytes[0]) * self.structure.is_replayable
-            seconds = self.replay_seconds[0] - self.unpaid_seconds[0]
+            # A region frees no more than what is made in it. One that is not recomputed frees nothing.
+            num_bytes = (
+                self.structure.encloses @ (self.structure.made.T @ self.bytes[0]) * self.structure.is_recomputable
+            )
+            seconds = self.recompute_seconds[0] - self.unpaid_seconds[0]
             total_bytes = float(self.bytes.sum())
         else:
             num_bytes, seconds = self.freed[code - OFFLOAD][0], self.moved_seconds[code - OFFLOAD][0]
@@ -365,19 +369,19 @@ class CompiledSegment:
             changes[1, code] = (patterns.held * self.freed[way]) @ structure.made
             changes[2, code] = (held * self.is_moved[way]) @ structure.made
         brought_back = patterns.recovered * np.tile(self.bytes, (1, structure.num_levels))
-        seconds = (patterns.replayed * self.replay_seconds).sum(axis=1)
+        seconds = (patterns.recomputed * self.recompute_seconds).sum(axis=1)
         return Tables(
             held=held.sum(axis=1),
             seconds=seconds - (patterns.stops_early * self.unpaid_seconds).sum(axis=1),
             heights=self.on_top
-            + self._rates.transient_factor * (brought_back @ structure.there_replayed)
+            + self._rates.transient_factor * (brought_back @ structure.there_recomputed)
             - held @ structure.gone,
             is_held=patterns.held,
             added_seconds=changes[0],
             freed=changes[1],
             moved=changes[2],
             shared=patterns.shared,
-            replayed=patterns.replayed,
+            recomputed=patterns.recomputed,
         )
 
     def evaluate(self, codes: np.ndarray) -> Costs:
@@ -452,7 +456,7 @@ class Tables:
     moved: np.ndarray
     """K x P x n: bytes that come back in backward."""
     shared: np.ndarray
-    replayed: np.ndarray
+    recomputed: np.ndarray
 
     def joined(self, other: Tables) -> Tables:
         """These patterns, then the others."""
@@ -484,7 +488,7 @@ class Costs:
 
     @property
     def groups(self) -> np.ndarray:
-        """Bit 0: something is offloaded; bit 1: some replay takes a shared value."""
+        """Bit 0: something is offloaded; bit 1: some recompute takes a shared value."""
         return (self.offloaded > 0) * 1 + 2 * self.shared.any(axis=1)
 
     def one(self, number: int) -> SegmentCost:

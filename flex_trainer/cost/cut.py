@@ -59,7 +59,7 @@ class _Template:
     @property
     def key(self) -> Hashable:
         """Equal for segments that are alike but for names and sizes."""
-        sites = tuple((site.kind, site.is_block, site.is_replayable, site.layer < 0) for site in self.sites)
+        sites = tuple((site.kind, site.is_block, site.is_recomputable, site.layer < 0) for site in self.sites)
         return sites, self.parents, self.inputs, self.shared_inputs, self.owners, self.savers, self.element_bytes
 
 
@@ -198,7 +198,7 @@ class Cut:
         return Segment(
             layer,
             tuple(
-                Operator(Site(name, site.kind, layer, site.is_block, site.is_replayable), *rest)
+                Operator(Site(name, site.kind, layer, site.is_block, site.is_recomputable), *rest)
                 for site, name, *rest in operators
             ),
             tuple(Value(*one) for one in stored),
@@ -211,17 +211,17 @@ def _shared(calls: Sequence[CallNode], values: Sequence[ValueNode]) -> dict[int,
         value
         for call in calls
         for value in call.inputs
-        if call.site.layer >= 0 and call.site.is_replayable and values[value].owner < 0 and not values[value].savers
+        if call.site.layer >= 0 and call.site.is_recomputable and values[value].owner < 0 and not values[value].savers
     )
     return {value: number for number, value in enumerate(dict.fromkeys(taken))}
 
 
 def _counted_in(calls: Sequence[CallNode], values: Sequence[ValueNode]) -> list[int]:
     """The layer that each value is counted in: its maker's, but where nothing saves it and only operators of one other
-    layer may need it for a replay (the stream between two layers that save a copy of it), that other one."""
+    layer may need it for a recomputation (the stream between two layers that save a copy of it), that other one."""
     takers: dict[int, set[int]] = defaultdict(set)
     for call in calls:
-        if call.site.is_replayable:
+        if call.site.is_recomputable:
             for value in call.inputs:
                 takers[value].add(call.site.layer)
     layers = []
@@ -233,10 +233,10 @@ def _counted_in(calls: Sequence[CallNode], values: Sequence[ValueNode]) -> list[
 
 
 def _taken_elsewhere(calls: Sequence[CallNode], values: Sequence[ValueNode], counted_in: Sequence[int]) -> set[int]:
-    """Values that are counted in one layer and taken by an operator of another: a replay there may need them."""
+    """Values that are counted in one layer and taken by an operator of another: a recomputation there may need them."""
     return {
         value
         for call in calls
         for value in call.inputs
-        if call.site.is_replayable and values[value].owner >= 0 and counted_in[value] != call.site.layer
+        if call.site.is_recomputable and values[value].owner >= 0 and counted_in[value] != call.site.layer
     }

@@ -11,12 +11,14 @@ from flex_trainer.strategy import EP_BLOCK, Site
 
 
 def ep_block(experts: Site) -> Site:
-    """The block that is dispatch and experts, replayed only where all ranks agree.
+    """The block that is dispatch and experts, recomputed only where all ranks agree.
 
     Args:
         experts: the experts inside.
     """
-    return Site(f"{experts.name}.ep_block", EP_BLOCK, experts.layer, is_block=True, is_replayable=experts.is_replayable)
+    return Site(
+        f"{experts.name}.ep_block", EP_BLOCK, experts.layer, is_block=True, is_recomputable=experts.is_recomputable
+    )
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Expected:
     load: Load = EVEN
     """Of every layer."""
     agreed_layers: frozenset[int] = frozenset()
-    """Layers in which all ranks are going to agree on replaying the dispatch."""
+    """Layers in which all ranks are going to agree on recomputing the dispatch."""
 
     def graph(self, graph: ActivationGraph) -> ActivationGraph:
         """The graph as it is going to be; `graph`: at an even load."""
@@ -39,7 +41,7 @@ NOTHING_COMES = Expected(Load(0.0, 0.0))
 
 
 def without_agreement(graph: ActivationGraph, agreed_layers: Collection[int]) -> ActivationGraph:
-    """The graph where dispatches are replayed in no layer but those of `agreed_layers`."""
+    """The graph where dispatches are recomputed in no layer but those of `agreed_layers`."""
     segments = graph.repeated
     if not any(operator.site.kind == EP_BLOCK for segment in segments.classes for operator in segment.operators):
         return graph
@@ -48,14 +50,14 @@ def without_agreement(graph: ActivationGraph, agreed_layers: Collection[int]) ->
         graph,
         segments=segments.mapped(
             lambda index: layers[index] in agreed_layers,
-            lambda segment, index: segment if layers[index] in agreed_layers else _without_replayed_exchange(segment),
+            lambda segment, index: segment if layers[index] in agreed_layers else _without_recomputed_exchange(segment),
         ),
     )
 
 
-def _without_replayed_exchange(segment: Segment) -> Segment:
+def _without_recomputed_exchange(segment: Segment) -> Segment:
     operators = (
-        replace(operator, site=replace(operator.site, is_replayable=False))
+        replace(operator, site=replace(operator.site, is_recomputable=False))
         if operator.site.kind == EP_BLOCK
         else operator
         for operator in segment.operators

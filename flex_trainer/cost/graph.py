@@ -58,7 +58,7 @@ class Operator:
 _operator_key = attrgetter(
     "site.kind",
     "site.is_block",
-    "site.is_replayable",
+    "site.is_recomputable",
     "parent",
     "inputs",
     "shared_inputs",
@@ -209,7 +209,7 @@ class ActivationGraph:
 
     segments: Sequence[Segment]
     shared_bytes: tuple[int, ...] = ()
-    """Sizes of values made outside of the layers that nothing saves, but that a replay inside a layer takes (an
+    """Sizes of values made outside of the layers that nothing saves, but that a recomputation inside a layer takes (an
     attention mask, position ids): held as soon as one layer needs them, once for all layers."""
 
     @functools.cached_property

@@ -13,7 +13,7 @@ from flex_trainer.cost.roofline import Rates, Roofline
 from flex_trainer.errors import UserError
 
 _QUANTIZE_TRAFFIC = 30
-"""Bytes that quantising and restoring move per byte of a bfloat16 value: 60 per element over the ten passes of
+"""Bytes that quantizing and restoring move per byte of a bfloat16 value: 60 per element over the ten passes of
 `activations/quantize.py` (abs 4, amax 2, float 6, divide 8, clamp 8, round 8, cast 5; back: float 5, scale 8, copy 6).
 """
 
@@ -92,7 +92,7 @@ class Hardware:
             offload=offload,
             quantize=quantize,
             in_flight_bytes=in_flight_bytes,
-            replay_overhead_seconds=4 * self.launch_seconds,
+            recompute_overhead_seconds=4 * self.launch_seconds,
         )
 
     def ring_seconds(self, num_bytes: float, num_ranks: int, ranks_per_node: int) -> float:

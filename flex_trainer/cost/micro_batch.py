@@ -72,7 +72,7 @@ class MicroBatchModel:
         whole = next((operator for operator in segment.operators if operator.site.kind == "layer"), None)
         if segment.layer < 0 or whole is None:
             return kept
-        seconds = self._rates.replay_overhead_seconds + self._rates.recompute_factor * forward_seconds
+        seconds = self._rates.recompute_overhead_seconds + self._rates.recompute_factor * forward_seconds
         return SegmentCost(
             held_bytes=whole.output_bytes,
             added_seconds=seconds,

@@ -36,9 +36,9 @@ class Rates:
     smallest_moved_bytes: int = LEAST_MOVED_BYTES
     in_flight_bytes: int = 0
     """Most bytes of offload copies on their way at once, on top of all else: down in forward, up in backward."""
-    replay_overhead_seconds: float = 60e-6
+    recompute_overhead_seconds: float = 60e-6
     recompute_factor: float = 1.0
-    """Time of a replay in backward over that of the operator in forward."""
+    """Time of a recomputation in backward over that of the operator in forward."""
     transient_factor: float = 1.0
     """What comes on top while operators run, over what the operators' transients and recovered values say."""
 
@@ -48,7 +48,7 @@ class Rates:
 
     def moves(self, strategy: Strategy, value: Value) -> bool:
         """Whether a value is moved or cast at all: small ones are not, and only floats in rows that shrink are
-        quantised."""
+        quantized."""
         if value.num_bytes < self.smallest_moved_bytes:
             return False
         if strategy is Strategy.QUANTIZE:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flex_trainer.cost.graph import Operator, Segment
 
 _INPUT_SAVERS = frozenset({"linear", "lm_head", "expert_up", "expert_down"})
-"""Kinds that save only inputs, before they compute: a replay that stops there does not pay for them."""
+"""Kinds that save only inputs, before they compute: a recomputation that stops there does not pay for them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SegmentCost:
     recompute_seconds: float = 0.0
     """The part of `added_seconds` that recomputation takes."""
     shared: frozenset[int] = frozenset()
-    """Values outside of the layers that replays here need: indices into `ActivationGraph.shared_bytes`."""
+    """Values outside of the layers that recomputes here need: indices into `ActivationGraph.shared_bytes`."""
 
     @property
     def on_top_bytes(self) -> int:
@@ -41,7 +41,8 @@ class SegmentCost:
 
 
 def unpaid_operators(operators: tuple[Operator, ...], region: int, last_saver: int) -> list[int]:
-    """Operators inside a block that its replay never reaches: it stops once all that was saved inside is there."""
+    """Operators inside a block that its recomputation never reaches: it stops once all that was saved inside is
+    there."""
     return [
         index
         for index, operator in enumerate(operators[region + 1 :], start=region + 1)
@@ -76,5 +77,5 @@ def backward_transients(segment: Segment) -> list[int | None]:
 
 
 def forward_transients(segment: Segment) -> list[int]:
-    """By operator: bytes on top in its forward, of what nobody saves; 0 where no trace has told them."""
+    """By operator: bytes on top in its forward, of what no operator saves; 0 where no trace has told them."""
     return [operator.forward_transient_bytes or 0 for operator in segment.operators]

@@ -235,7 +235,7 @@ class Timeline:
         return stacked + self._shared(users)[..., None] + on_top + in_flight
 
     def _shared(self, users: np.ndarray) -> np.ndarray:
-        """Bytes of the values outside of the layers that some layer's replay needs."""
+        """Bytes of the values outside of the layers that some layer's recompute needs."""
         return ((users > 0) * self._shared_bytes).sum(axis=-1)
 
 

@@ -1,8 +1,8 @@
 """When each value of a segment is in memory, by operator index: from the structure alone.
 
 Backward goes through the operators from the last to the first. A value that is held can go once the first operator that
-saved it has run backward; one that was dropped is there from the replay of its region on; one that was moved, from the
-last operator that saved it on.
+saved it has run backward; one that was dropped is there from the recomputation of its region on; one that was moved,
+from the last operator that saved it on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Uses:
     """The operator whose backward is the last to need the value; the number of operators: it is gone before backward
     comes to this segment."""
     last: tuple[int, ...]
-    """The operator whose backward, or whose replay, is the first to need it."""
+    """The operator whose backward, or whose recomputation, is the first to need it."""
     last_forward: tuple[int, ...]
     """The last operator that sees it in forward."""
-    replay_at: tuple[int, ...]
+    recompute_at: tuple[int, ...]
     """The operator whose backward is the first to need something that this operator, or one inside of it, made: there
-    it would be replayed."""
+    it would be recomputed."""
 
 
 def find_uses(segment: Segment) -> Uses:
@@ -35,7 +35,7 @@ def find_uses(segment: Segment) -> Uses:
     num = len(operators)
     takers: list[list[int]] = [[] for _ in values]
     for index, operator in enumerate(operators):
-        if operator.site.is_replayable:
+        if operator.site.is_recomputable:
             for value in operator.inputs:
                 takers[value].append(index)
     savers = [[num - 1 if saver < 0 else saver for saver in value.savers] for value in values]
@@ -48,19 +48,19 @@ def find_uses(segment: Segment) -> Uses:
         if value.owner >= 0:
             for outer in chains[value.owner]:
                 inside[outer].append(index)
-    replay_at = list(range(num))
+    recompute_at = list(range(num))
     for index in range(num - 1, -1, -1):
         for value in inside[index]:
-            outside = [replay_at[taker] for taker in takers[value] if index not in chains[taker]]
-            replay_at[index] = max(replay_at[index], *savers[value], *outside, 0)
+            outside = [recompute_at[taker] for taker in takers[value] if index not in chains[taker]]
+            recompute_at[index] = max(recompute_at[index], *savers[value], *outside, 0)
 
     first, last, last_forward = [], [], []
     for index, value in enumerate(values):
-        replays = [replay_at[taker] for taker in takers[index]]
+        recomputes = [recompute_at[taker] for taker in takers[index]]
         here = [saver for saver in value.savers if saver >= 0]
         if segment.layer < 0 and -1 in value.savers:
             here = [0]
-        first.append(min([*here, *replays], default=num))
-        last.append(max([*savers[index], *replays], default=max(value.owner, 0)))
+        first.append(min([*here, *recomputes], default=num))
+        last.append(max([*savers[index], *recomputes], default=max(value.owner, 0)))
         last_forward.append(max([*savers[index], *takers[index]], default=max(value.owner, 0)))
-    return Uses(tuple(first), tuple(last), tuple(last_forward), tuple(replay_at))
+    return Uses(tuple(first), tuple(last), tuple(last_forward), tuple(recompute_at))

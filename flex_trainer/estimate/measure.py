@@ -1,4 +1,4 @@
-"""Measures this machine: matrix products, memory, copies to the lower tier, quantising.
+"""Measures this machine: matrix products, memory, copies to the lower tier, quantizing.
 
 Every figure is the best of a few repeats: what the machine can do when nothing disturbs it. Sizes double until the work
 takes long enough to be typical of a training step.

@@ -148,7 +148,7 @@ class Rank:
         return MitigationPlanner(self._graph, strategies, self._rates, method=self._settings.method)
 
     def _plan(self) -> Plan:
-        """The cheapest plan found with which as many micro-batches as the schedule holds fit; the least demanding one
+        """The cheapest plan found with which as many micro-batches as the schedule holds fit; the minimum-memory one
         if none does. Every micro-batch gets the same, which is what Algorithm 1 comes to when all are alike."""
         planner = self._planner(self._settings.strategies)
         room_bytes = self._limit_bytes - self.base.constant_bytes - self.base.gradient_bytes

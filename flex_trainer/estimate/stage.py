@@ -166,7 +166,7 @@ def _with_kept_experts(model: nn.Module) -> ModelMap:
 
     def kept(operators: tuple[Module, ...]) -> tuple[Module, ...]:
         return tuple(
-            replace(one, site=replace(one.site, is_replayable=False)) if one.site.kind == "experts" else one
+            replace(one, site=replace(one.site, is_recomputable=False)) if one.site.kind == "experts" else one
             for one in operators
         )
 

@@ -1,4 +1,4 @@
-"""Experts of one rank as if all ranks' tokens were spread evenly: for runs on shapes alone, with nobody to talk to."""
+"""Experts of one rank as if all ranks' tokens were spread evenly: for runs on shapes alone, without communication."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from flex_trainer.compat import grouped_linear
 
 
 class GroupedProducts:
-    """Reads the weights at every call and keeps none: by the time of a replay FSDP2 may have gathered them again.
+    """Reads the weights at every call and keeps none: by the time of a recomputation FSDP2 may have gathered them
+    again.
 
     Args:
         experts: a module of a class that `use_experts_implementation` decorates.

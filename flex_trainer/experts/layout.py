@@ -12,11 +12,11 @@ import torch
 
 
 @dataclass(frozen=True)
-class ReplayVote:
-    """What a rank says of replaying this layer's dispatch in backward, before it knows what it will receive."""
+class RecomputeVote:
+    """What a rank says of recomputing this layer's dispatch in backward, before it knows what it will receive."""
 
     is_planned: bool = False
-    """Its plan replays the dispatch, if all ranks do."""
+    """Its plan recomputes the dispatch, if all ranks do."""
     is_acceptable: bool = False
     """It would agree, had it planned for it."""
 
@@ -54,7 +54,7 @@ class Outgoing:
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         return cls(experts, goes_to.view(num_ranks, num_tokens), counts.view(num_ranks, num_local_experts))
 
-    def header(self, vote: ReplayVote, needs: tuple[bool, bool] = (True, True)) -> torch.Tensor:
+    def header(self, vote: RecomputeVote, needs: tuple[bool, bool] = (True, True)) -> torch.Tensor:
         """What every rank is told before the rows: (R, E/R + 6), int64; pairs by expert, rows, the pairs of this rank's
         tokens with all experts, the two parts of the vote, and whether tokens and weights need gradients."""
         num_rows = self.goes_to.sum(dim=1, dtype=torch.int64)
@@ -93,9 +93,9 @@ class Layout:
     """(E/R,), int64: pairs of each expert of this rank."""
     offsets: torch.Tensor
     """(E/R,), int32: where each expert's pairs end, sorted by expert."""
-    is_replay_agreed: bool
-    """All ranks have planned to replay the dispatch in backward."""
-    is_replay_acceptable: bool
+    is_recompute_agreed: bool
+    """All ranks have planned to recompute the dispatch in backward."""
+    is_recompute_acceptable: bool
     """All would have agreed, had they planned for it."""
     needs_gradients: tuple[bool, bool]
     """Whether tokens, and weights, need gradients on any rank: then they are exchanged, on all."""
@@ -106,7 +106,7 @@ class Layout:
 
     def split(self) -> tuple[Layout, tuple[torch.Tensor, torch.Tensor]]:
         """The layout without the tensors that follow the number of rows, and these, for `joined`. An autograd node that
-        held them in a layout would hide them from whoever counts what is saved."""
+        held them in a layout would hide them from the ledger of saved bytes."""
         nothing = self.sent_tokens.new_empty(0)
         return replace(self, sent_tokens=nothing, turns=nothing), (self.sent_tokens, self.turns)
 
@@ -136,8 +136,8 @@ class Layout:
             turn_sizes=tuple(size for size in sizes if size),
             expert_counts=top_k_index.new_zeros(num_local_experts, dtype=torch.int64),
             offsets=top_k_index.new_zeros(num_local_experts, dtype=torch.int32),
-            is_replay_agreed=False,
-            is_replay_acceptable=False,
+            is_recompute_agreed=False,
+            is_recompute_acceptable=False,
             needs_gradients=(False, False),
         )
 
@@ -179,7 +179,7 @@ class Layout:
             turn_sizes=tuple(sizes),
             expert_counts=expert_counts,
             offsets=torch.cumsum(expert_counts, dim=0, dtype=torch.int32),
-            is_replay_agreed=all(is_planned),
-            is_replay_acceptable=all(map(max, is_planned, is_acceptable)),
+            is_recompute_agreed=all(is_planned),
+            is_recompute_acceptable=all(map(max, is_planned, is_acceptable)),
             needs_gradients=(any(needs[0]), any(needs[1])),
         )

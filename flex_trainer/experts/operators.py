@@ -1,11 +1,11 @@
-"""The operators of an experts block, and how somebody who manages activations gets between them."""
+"""The operators of an experts block, and where the engine that manages activations gets between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from flex_trainer.experts.layout import Layout, ReplayVote
+from flex_trainer.experts.layout import Layout, RecomputeVote
 
 
 class Run(Protocol):
@@ -18,13 +18,13 @@ class Operators(Protocol):
     """What happens around the operators of one layer's experts on several ranks.
 
     exchange       counts and votes to all ranks; the layout is known
-    ep_block       block of the next two; replayed as a whole only where all ranks have planned it
+    ep_block       block of the next two; recomputed as a whole only where all ranks have planned it
         dispatch   rows (M, D) from all ranks
         experts    block: this rank's experts on them (permute, up, activation, down, unpermute)
     combine        rows back, and their sum per token (N, D)
     """
 
-    def replay_vote(self) -> ReplayVote:
+    def recompute_vote(self) -> RecomputeVote:
         """What to tell the other ranks together with the counts."""
         ...
 
@@ -34,10 +34,10 @@ class Operators(Protocol):
 
 
 class UnmanagedOperators:
-    """Nobody is between the operators."""
+    """Nothing is between the operators."""
 
-    def replay_vote(self) -> ReplayVote:
-        return ReplayVote()
+    def recompute_vote(self) -> RecomputeVote:
+        return RecomputeVote()
 
     def begin(self, layout: Layout) -> Run:
         return run_plainly

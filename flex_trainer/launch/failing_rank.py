@@ -145,7 +145,7 @@ class _Watcher:
 
     def tell_end(self) -> None:
         self.has_ended = True
-        with contextlib.suppress(RuntimeError, OSError):  # the store may be gone: then there is nobody to tell
+        with contextlib.suppress(RuntimeError, OSError):  # the store may be gone: then no rank can be told
             self._store.set(_key("ended", launched_rank()), rank_name())
 
     def tell_failure(self, message: str) -> None:

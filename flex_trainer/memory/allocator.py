@@ -64,7 +64,7 @@ class AllocatorState:
 
     @property
     def usable_bytes(self) -> int:
-        """What an allocation of any size may count on. Split bytes are left out: nobody knows who fits in there."""
+        """What an allocation of any size may count on. Split bytes are left out: which sizes fit there is not known."""
         return self.growth_bytes + self.whole_bytes
 
     @property
@@ -80,7 +80,7 @@ class AllocatorState:
         """Why an allocation of `wanted_bytes` (0: unknown) could not be served, in a sentence or two.
 
         Args:
-            largest_free_bytes: the largest free block of the allocator, where somebody has looked.
+            largest_free_bytes: the largest free block of the allocator, where it was read.
         """
         idle_bytes = self.split_bytes + self.whole_bytes
         in_pieces = f"{format_bytes(self.split_bytes)} of {format_bytes(self.reserved_bytes)} reserved bytes"

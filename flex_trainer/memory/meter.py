@@ -5,7 +5,7 @@ CPU    *process*: resident memory of this process. Where a hard limit on the pro
 CUDA   *allocated*: bytes in torch's tensors; *reserved*: what torch's allocator holds; *device*: what all processes use
        of the card. Plans are made in allocated bytes. See `allocator.py` for what lies between the three.
 
-Shared counters (CUDA's peak, the kernel's high-water mark) are read, never reset: they may belong to somebody else's
+Shared counters (CUDA's peak, the kernel's high-water mark) are read, never reset: they may belong to another
 measurement. A peak inside a window is therefore the counter's value where it rose in the window, else the highest
 sample.
 """

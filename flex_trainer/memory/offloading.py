@@ -9,7 +9,7 @@ import torch
 
 from flex_trainer.activations.file_tier import FileTier
 from flex_trainer.activations.offload import OffloadStore, Tier, flat_bytes
-from flex_trainer.activations.overhead import replay_overhead_seconds
+from flex_trainer.activations.overhead import recompute_overhead_seconds
 from flex_trainer.activations.pinned_tier import PinnedTier
 from flex_trainer.activations.quantize import dequantize_rows, quantize_rows
 from flex_trainer.config import FlexConfig, in_flight_bound_bytes
@@ -67,8 +67,8 @@ class OffloadService:
     def settle(self) -> None:
         """Forward has ended: let go of what was copied, forget values that died.
 
-        On a CPU this waits for the copies in flight, so that what was freed really is. On CUDA nobody waits: the values
-        still on their way are those that backward wants first, and their bytes are in the budget.
+        On a CPU this waits for the copies in flight, so that what was freed really is. On CUDA there is no wait: the
+        values still on their way are those that backward wants first, and their bytes are in the budget.
         """
         if self._store is None:
             return
@@ -93,7 +93,7 @@ class OffloadService:
                 offload=offload,
                 quantize=quantize,
                 in_flight_bytes=in_flight_bytes,
-                replay_overhead_seconds=self._replay_overhead_seconds(),
+                recompute_overhead_seconds=self._recompute_overhead_seconds(),
             )
         return self._rates
 
@@ -115,11 +115,11 @@ class OffloadService:
             self.store().fail(error)
             return Rates().offload
 
-    def _replay_overhead_seconds(self) -> float:
+    def _recompute_overhead_seconds(self) -> float:
         """What a recomputed region costs on top of its kernels: a first guess, since it is learnt from what runs."""
         if "recompute" not in self._config.strategies:
-            return Rates().replay_overhead_seconds
-        return max(replay_overhead_seconds(self._device), _LEAST_OVERHEAD_SECONDS)
+            return Rates().recompute_overhead_seconds
+        return max(recompute_overhead_seconds(self._device), _LEAST_OVERHEAD_SECONDS)
 
     def _time_offload(self, num_bytes: int) -> float:
         tier = self.store().tier

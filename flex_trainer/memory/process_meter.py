@@ -93,7 +93,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        # A file object and not a number: it is closed when nobody can read it any more, and only then.
+        # A file object and not a number: it is closed when it can no longer be read, and only then.
         self._statm = _STATM.open("rb", buffering=0) if _STATM.exists() else None
 
     def read(self) -> tuple[int, int]:

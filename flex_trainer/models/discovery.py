@@ -123,12 +123,12 @@ class _Walk:
         self._seen: set[nn.Module] = set()
 
     def layer(self, layer: nn.Module, index: int) -> None:
-        self._add(layer, "layer", index, is_block=True, is_replayable=False)
+        self._add(layer, "layer", index, is_block=True, is_recomputable=False)
         children = list(_children(layer))
         has_experts = any(child in self._experts for _, child in children)
         for name, child in children:
             if has_experts and _is_router_name(name):  # router and experts may stand in the layer itself
-                self._add(child, "router", index, is_replayable=False)
+                self._add(child, "router", index, is_recomputable=False)
             else:
                 self._part(name, child, index)
 
@@ -173,7 +173,7 @@ class _Walk:
             if any(part in self._experts for part in child.modules()):
                 self._moe(child, layer)
             elif _is_router_name(name):
-                self._add(child, "router", layer, is_replayable=False)
+                self._add(child, "router", layer, is_recomputable=False)
             elif _is_norm(child):
                 self._add(child, "norm", layer)
             elif any(True for _ in child.children()):
@@ -185,12 +185,12 @@ class _Walk:
         """A block and the operators that are its children.
 
         What looks like an MLP or attention may be a Mixture-of-Experts of a kind that `find_experts` does not know:
-        with a router inside, it is not replayed.
+        with a router inside, it is not recomputed.
         """
-        self._add(module, kind, layer, is_block=True, is_replayable=not _has_router(module))
+        self._add(module, kind, layer, is_block=True, is_recomputable=not _has_router(module))
         for name, child in _children(module):
             if _is_router_name(name) or _has_router(child):
-                self._add(child, "router", layer, is_replayable=False)
+                self._add(child, "router", layer, is_recomputable=False)
                 continue
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or not any(True for _ in child.parameters()):
                 if name.startswith("act"):
@@ -199,12 +199,12 @@ class _Walk:
             self._add(child, "norm" if _is_norm(child) else "linear", layer)
 
     def _add(
-        self, module: nn.Module, kind: str, layer: int, *, is_block: bool = False, is_replayable: bool = True
+        self, module: nn.Module, kind: str, layer: int, *, is_block: bool = False, is_recomputable: bool = True
     ) -> None:
         if module in self._seen:  # a module shared between layers keeps its first site
             return
         self._seen.add(module)
-        self.found.append(Operator(module, Site(self._names[module], kind, layer, is_block, is_replayable)))
+        self.found.append(Operator(module, Site(self._names[module], kind, layer, is_block, is_recomputable)))
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -28,10 +28,10 @@ _PARTS = ("permute", "up", "activation", "down", "product", "unpermute")
 """Of experts that are not cut into products, `product` is all of them."""
 
 
-def part_sites(block: Site, *, is_replayable: bool = True) -> dict[str, Site]:
+def part_sites(block: Site, *, is_recomputable: bool = True) -> dict[str, Site]:
     """The operators inside one experts block, by name."""
     return {
-        part: Site(f"{block.name}.{part}", f"expert_{part}", block.layer, is_replayable=is_replayable)
+        part: Site(f"{block.name}.{part}", f"expert_{part}", block.layer, is_recomputable=is_recomputable)
         for part in _PARTS
     }
 

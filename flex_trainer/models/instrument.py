@@ -129,7 +129,7 @@ class Instrumentation:
                     is_spread = bool(getattr(module, "_is_expert_parallel", False))
                     num_experts = 0 if is_spread else int(getattr(module, "num_experts", 0) or 0)
                     listener.on_routed(site, Routing.local(top_k_index, num_experts))
-                # Backward may come after `remove`, and a replay has to take the very steps of this run.
+                # Backward may come after `remove`, and a recomputation has to take the very steps of this run.
                 function = functools.partial(_REGISTRIES.run_split, module, sites, original)
                 return module_site.run(scope, function, args, kwargs)
 
@@ -157,14 +157,14 @@ class Instrumentation:
 class _ModuleSite:
     """A module's site, as it may be used in this forward.
 
-    A replay must find the module as the first run did, and change nothing. So a module with buffers is kept in its
-    first forward, which shows whether it writes into them (counters, running statistics); if it does, it is kept for
-    good. And it is kept whenever it is given a cache, which would be written twice.
+    A recomputation must find the module as the first run did, and change nothing. So a module with buffers is kept in
+    its first forward, which shows whether it writes into them (counters, running statistics); if it does, it is kept
+    for good. And it is kept whenever it is given a cache, which would be written twice.
     """
 
     def __init__(self, operator: Operator) -> None:
         self._site = operator.site
-        self._kept = replace(operator.site, is_replayable=False)
+        self._kept = replace(operator.site, is_recomputable=False)
         self._module = operator.module
         self._is_checked = not self._buffers()
         self._now = self._site if self._is_checked else self._kept
@@ -172,7 +172,7 @@ class _ModuleSite:
     def run(self, scope: Scope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_checked:
             site = self._now
-            if site.is_replayable and scope.is_watching and _has_cache(args, kwargs):
+            if site.is_recomputable and scope.is_watching and _has_cache(args, kwargs):
                 site = self._kept
             return scope.run(site, function, *args, **kwargs)
         # Versions alone do not show a write through `.data`.
@@ -286,7 +286,7 @@ class _Registries:
             sites = self._experts.get(module)
             if sites is None:
                 return function(module, *args, **kwargs)
-            # Also without a scope: a replay has to take the very steps of the first run.
+            # Also without a scope: a recomputation has to take the very steps of the first run.
             return split_experts_forward(module, functools.partial(run_in_scope, sites), *args, **kwargs)
 
         return experts

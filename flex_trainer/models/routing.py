@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from flex_trainer.cost.load import Load
-from flex_trainer.experts.layout import Layout, ReplayVote
+from flex_trainer.experts.layout import Layout, RecomputeVote
 from flex_trainer.strategy import Site
 
 
@@ -27,8 +27,8 @@ class Routing:
     """Relative to an even spread over ranks, where experts are on several."""
     tokens_ratio: float = 1.0
     """Tokens of the mean rank over those of this one."""
-    is_replay_agreed: bool = False
-    is_replay_acceptable: bool = False
+    is_recompute_agreed: bool = False
+    is_recompute_acceptable: bool = False
 
     @classmethod
     def local(cls, top_k_index: torch.Tensor, num_experts: int) -> Routing:
@@ -62,8 +62,8 @@ class Routing:
             mean_tokens=layout.num_all_pairs / (layout.num_local_experts * num_ranks),
             tokens_ratio=layout.num_all_pairs / num_ranks / own_pairs,
             load=Load(layout.num_pairs / own_pairs, layout.num_received / most_rows),
-            is_replay_agreed=layout.is_replay_agreed,
-            is_replay_acceptable=layout.is_replay_acceptable,
+            is_recompute_agreed=layout.is_recompute_agreed,
+            is_recompute_acceptable=layout.is_recompute_acceptable,
         )
 
 
@@ -76,7 +76,7 @@ def top_k_index_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tenso
 class RoutingListener(Protocol):
     """Hears of every layer's routing before its experts run."""
 
-    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
+    def recompute_vote(self, block: Site, experts: Site) -> RecomputeVote:
         """What to tell the other ranks of this layer.
 
         Args:
@@ -89,10 +89,10 @@ class RoutingListener(Protocol):
 
 
 class NoListener:
-    """Nobody wants to hear."""
+    """Ignores all events."""
 
-    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
-        return ReplayVote()
+    def recompute_vote(self, block: Site, experts: Site) -> RecomputeVote:
+        return RecomputeVote()
 
     def on_routed(self, experts: Site, routing: Routing) -> None:
         pass

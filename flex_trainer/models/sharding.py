@@ -196,9 +196,9 @@ class Units:
         return unit
 
 
-def without_replayed_collectives(model_map: ModelMap) -> ModelMap:
-    """The same operators, where none is replayable whose replay would run a collective: gather a unit inside of it, or
-    exchange tokens through an implementation that does not ask the other ranks."""
+def without_recomputed_collectives(model_map: ModelMap) -> ModelMap:
+    """The same operators, where none is recomputable whose recomputation would run a collective: gather a unit inside
+    of it, or exchange tokens through an implementation that does not ask the other ranks."""
     return ModelMap(
         operators=tuple(map(_without_collective, model_map.operators)),
         layers=tuple(map(_without_collective, model_map.layers)),
@@ -212,7 +212,7 @@ def _without_collective(operator: Operator) -> Operator:
     is_foreign = bool(getattr(module, "_is_expert_parallel", False)) and dispatcher_of(module) is None
     if not has_inner_unit and not is_foreign:
         return operator
-    return Operator(module, replace(operator.site, is_replayable=False))
+    return Operator(module, replace(operator.site, is_recomputable=False))
 
 
 def _computing_dtype(group: Any, parameter: torch.Tensor) -> torch.dtype:

@@ -174,7 +174,7 @@ class AssignmentProblem:
         return Assignment((*choices, outside), float(seconds[final]))
 
     def _near_best(self, outside: int, num_choices: int) -> list[np.ndarray]:
-        """For each layer the choices that cost least above the best at the best price, and the least demanding one."""
+        """For each layer the choices that cost least above the best at the best price, and the minimum-memory one."""
         price = self.prices[self.best_price[outside]]
         picks = {}
         for number in set(self.class_of):

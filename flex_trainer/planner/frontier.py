@@ -66,8 +66,8 @@ class Moves:
         self.fixed = fixed = freedom.fixed
         is_free = fixed < 0
         may = self.structure.allows & freedom.allowed & is_free[:, None]
-        self.may_recompute = may[:, RECOMPUTE] & self.structure.is_replayable
-        self.is_forced = (fixed == RECOMPUTE) & self.structure.is_replayable
+        self.may_recompute = may[:, RECOMPUTE] & self.structure.is_recomputable
+        self.is_forced = (fixed == RECOMPUTE) & self.structure.is_recomputable
         # 0 where a code may be, else infinite. Where the choice is fixed, only that one is.
         may[:, KEEP] = is_free
         may[~is_free, fixed[~is_free]] = True
@@ -100,7 +100,7 @@ class Moves:
             moved = np.where(cost < least, code, moved)
             least = np.minimum(least, cost)
         codes[:, :, self.movable] = moved
-        codes = np.where(tables.replayed[rows], RECOMPUTE, codes)
+        codes = np.where(tables.recomputed[rows], RECOMPUTE, codes)
         num = len(prices) * len(rows)
         codes = np.where(self.fixed >= 0, self.fixed, codes).reshape(num, self.structure.num_operators)
         at = np.tile(rows, len(prices))

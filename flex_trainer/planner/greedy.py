@@ -3,13 +3,13 @@
 While the predicted peak is over the budget, take the best mitigation left that lowers it, apply it, and look again,
 since one choice changes what others free. "Best" is most bytes per second of added time (the mitigation bandwidth of
 the paper's roofline), or, as in the paper's own listing, simply most bytes. At the end, mitigations that later ones
-made unnecessary are taken back.
+made unnecessary are rolled back.
 
 Equal layers have equal candidates, so a candidate is looked at once for all of them: it is applied to as many, from the
 first layer on, as brings the peak under the budget, or else lowers it most.
 
 The paper's conflict check (one tensor in two precisions or places) has its counterpart in the cost rules: a value has
-one owner and one strategy, and a mitigation that frees nothing because somebody else holds the same storage has no
+one owner and one strategy, and a mitigation that frees nothing because something else holds the same storage has no
 gain here.
 
 One step at a time does not always get there: a first step may free nothing until a second one is taken. Where it does
@@ -263,7 +263,7 @@ class GreedyMethod:
             states = [state, *(self._state(choices, free, gradients) for choices in everything)]
             state = min(states, key=lambda one: one.timeline.peak().num_bytes)
         if state.timeline.peak().num_bytes <= room_bytes:
-            _take_back(state, self._costs, room_bytes)
+            _roll_back(state, self._costs, room_bytes)
         return state.choices()
 
     def _descent(
@@ -298,7 +298,7 @@ class GreedyMethod:
         return choices
 
 
-def _take_back(state: _State, costs: GraphCosts, available_bytes: int) -> None:
+def _roll_back(state: _State, costs: GraphCosts, available_bytes: int) -> None:
     """Undo what later choices made unnecessary, the most expensive first."""
     heap: list[_Candidate] = []
 

@@ -65,7 +65,7 @@ class MitigationPlanner:
         gradients: GradientBytes | None = None,
         fixed: Mapping[str, Strategy] | None = None,
     ) -> Plan:
-        """The cheapest plan found whose peak is at most `available_bytes`; the least demanding one if none is.
+        """The cheapest plan found whose peak is at most `available_bytes`; the minimum-memory one if none is.
 
         Args:
             available_bytes: what the limit leaves above what is in use.
@@ -157,7 +157,7 @@ class _Candidate:
         return cls(choices, timeline, timeline.peak(), costs.added_seconds(choices))
 
     def rank(self, available_bytes: int) -> tuple[bool, float]:
-        """Lower is better: the cheapest of those that fit, else the least demanding one."""
+        """Lower is better: the cheapest of those that fit, else the minimum-memory one."""
         fits = self.peak.num_bytes <= available_bytes
         return not fits, self.added_seconds if fits else self.peak.num_bytes
 

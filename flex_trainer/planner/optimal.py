@@ -4,7 +4,7 @@
     2. planner/assign.py     one of them for every segment: least seconds, every layer's peak under the limit
 
 Two things tie the segments together beyond the stack of held bytes, and are settled before step 2: whether values that
-replays share (an attention mask) are held at all, each way in turn; and from which segment on anything is offloaded,
+recomputes share (an attention mask) are held at all, each way in turn; and from which segment on anything is offloaded,
 each in turn in shallow models, else the first, the last, and none. Copies on their way fill up to their bound once
 enough is offloaded, so behind that segment the bound is set aside. (Less in flight than the bound means that what is on
 its way is all that was offloaded: nothing was gained by it.)
@@ -77,7 +77,7 @@ class OptimalMethod:
     def choose(
         self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy]
     ) -> list[Choice]:
-        """Choices by segment: those that add least seconds of what is found; the least demanding ones where nothing
+        """Choices by segment: those that add least seconds of what is found; the minimum-memory ones where nothing
         fits."""
         keys = [self._key(index, fixed) for index in range(len(self._costs.segments))]
         classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}

@@ -1,15 +1,15 @@
 """The search for choices worth having in one structure: made once, in the first shape.
 
-Given which operators are recomputed, what moving (offload, quantise) each other operator's values costs and frees does
+Given which operators are recomputed, what moving (offload, quantize) each other operator's values costs and frees does
 not depend on the rest: at a price per byte held, the best move of each is read off. So the search goes over recomputed
 sets only. It starts from the plain ones (none, all, each alone) and from those that Algorithm 2 would pass through, and
 changes what it has, once: around the best set at each price by one operator and by pairs, around every set that is
 worth having by one. The prices are the slopes of the lower hull of seconds over bytes found so far, so they follow the
 choices wherever those matter.
 
-What ties segments together (copies in flight, values that replays share, the peak in the last layers) may make it right
-to do without offload, without replays that take shared values, or with less on top, so the best ones of those are
-looked for as well.
+What ties segments together (copies in flight, values that recomputations share, the peak in the last layers) may make
+it right to do without offload, without recomputations that take shared values, or with less on top, so the best ones of
+those are looked for as well.
 """
 
 from __future__ import annotations

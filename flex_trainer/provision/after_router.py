@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flex_trainer.experts.layout import ReplayVote
+from flex_trainer.experts.layout import RecomputeVote
 from flex_trainer.models.routing import Routing
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.part import ModelPart
@@ -24,14 +24,14 @@ class AfterRouter:
         self._part = part
         self._running = running
 
-    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
-        """Before the counts of a layer are exchanged: whether to replay its dispatch in backward."""
+    def recompute_vote(self, block: Site, experts: Site) -> RecomputeVote:
+        """Before the counts of a layer are exchanged: whether to recompute its dispatch in backward."""
         running = self._running()
         if running is None:
-            return ReplayVote()
+            return RecomputeVote()
         is_planned = running.choices.strategy(block) is Strategy.RECOMPUTE
         # The received rows are worth fetching again only where the experts' values are given up too.
-        return ReplayVote(is_planned, is_planned or running.choices.strategy(experts) is Strategy.RECOMPUTE)
+        return RecomputeVote(is_planned, is_planned or running.choices.strategy(experts) is Strategy.RECOMPUTE)
 
     def on_routed(self, experts: Site, routing: Routing) -> None:
         """The exact counts of this layer are known."""

@@ -18,7 +18,7 @@ from flex_trainer.strategy import Strategy
 from flex_trainer.units import format_bytes
 
 _BUDGET_STEPS = 256
-"""Budgets are discretised (rounded down) to this many steps of the limit or more, so that plans are found in the cache.
+"""Budgets are discretized (rounded down) to this many steps of the limit or more, so that plans are found in the cache.
 """
 
 

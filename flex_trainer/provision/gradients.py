@@ -82,6 +82,6 @@ class _Sharded:
         sharded = self._parameter.sharded_param
         if not sharded.requires_grad:
             return 0
-        if not self._group.reduce_grads:  # accumulation with gradient synchronisation off
+        if not self._group.reduce_grads:  # accumulation with gradient synchronization off
             return 0 if self._parameter.unsharded_accumulated_grad is not None else all_bytes
         return local_bytes if sharded.grad is None else 0

@@ -1,4 +1,4 @@
-"""What this rank's experts are expected to get, from what they got of late, and what they do get.
+"""What this rank's experts are expected to get, from what they got recently, and what they do get.
 
 Nothing here changes for a model whose experts are all on one rank, but that more rows than planned make their layers
 larger.
@@ -56,7 +56,7 @@ class Loads:
     by_layer: dict[int, Load] = field(default_factory=dict)
     """What has come, where experts are on several ranks."""
     agreed_layers: set[int] = field(default_factory=set)
-    """Layers whose dispatch all ranks replay in backward."""
+    """Layers whose dispatch all ranks recompute in backward."""
     acceptable_layers: set[int] = field(default_factory=set)
     """Layers in which all ranks would have agreed, had they planned for it."""
     tokens_ratio: float = 1.0
@@ -88,15 +88,15 @@ class Loads:
             return
         self.by_layer[layer] = routing.load
         self.tokens_ratio = routing.tokens_ratio
-        if routing.is_replay_acceptable:
+        if routing.is_recompute_acceptable:
             self.acceptable_layers.add(layer)
-        if routing.is_replay_agreed:
+        if routing.is_recompute_agreed:
             self.agreed_layers.add(layer)
 
     def needs_replan(self, experts: Site, routing: Routing, plan: Plan, planned_pairs: int | None) -> bool:
         """After `note`: whether the rest has to be planned again. It has to where more has come than was expected,
-        where the ranks did not agree to a replay that was planned, and where there are far fewer tokens than a plan
-        that mitigates has assumed.
+        where the ranks did not agree to a recomputation that was planned, and where there are far fewer tokens than a
+        plan that mitigates has assumed.
 
         Args:
             planned_pairs: (token, expert) pairs that were planned for, where all experts are on one rank.
@@ -121,11 +121,11 @@ class Loads:
             is_other = True
             # A skew that one layer shows is expected of those to come.
             self.expected = replace(self.expected, load=self.expected.load.maximum(routing.load))
-        is_refused = not routing.is_replay_agreed and plan.strategy(ep_block(experts)) is Strategy.RECOMPUTE
+        is_refused = not routing.is_recompute_agreed and plan.strategy(ep_block(experts)) is Strategy.RECOMPUTE
         return is_other or is_refused
 
     def arrived(self, even: ActivationGraph) -> tuple[ActivationGraph, list[Load]]:
-        """When all routers have spoken: the graph under an even load, with the dispatches that are replayed, and the
+        """When all routers have spoken: the graph under an even load, with the dispatches that are recomputed, and the
         load of each segment.
 
         Args:

@@ -17,7 +17,7 @@ from flex_trainer.models.sharding import (
     original_class,
     refuse_unmanaged,
     units_of,
-    without_replayed_collectives,
+    without_recomputed_collectives,
 )
 from flex_trainer.provision.gradients import Gradients
 
@@ -54,7 +54,7 @@ class ManagedModel:
             ValueError: no decoder layers, FSDP1 or tensor-parallel weights.
         """
         refuse_unmanaged(module)
-        model_map = without_replayed_collectives(discover(module))
+        model_map = without_recomputed_collectives(discover(module))
         modules = {operator.site.name: operator.module for operator in model_map.operators}
         is_sharded = bool(units_of(module))
         return cls(

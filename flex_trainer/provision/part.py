@@ -183,7 +183,7 @@ class ModelPart:
             if not has_other_load and not has_more or self._keeps_all_anyway(micro_batch, plan, excess_bytes):
                 return
             ran = micro_batch.ran()
-            if routing.is_replay_agreed:
+            if routing.is_recompute_agreed:
                 ran[ep_block(site).name] = Strategy.RECOMPUTE
             graph = micro_batch.loads.graph(self.plans.sizes(micro_batch.shape), site.layer)
             micro_batch.excess_bytes = max(excess_bytes, 0)

@@ -219,7 +219,7 @@ class LearntRates:
         self.probe = probe
         self._is_allowed = [strategy in set(strategies) for strategy in MITIGATIONS]
         self._recompute = LearntCost(
-            probe.replay_overhead_seconds,
+            probe.recompute_overhead_seconds,
             probe.recompute_factor,
             prior_weights=_RECOMPUTE_PRIOR_WEIGHTS,
             most_factors=_MOST_RECOMPUTE_FACTORS,
@@ -276,6 +276,6 @@ class LearntRates:
             self.probe,
             offload=Roofline(self._offload.overhead_seconds, 1 / self._offload.seconds_per_unit),
             quantize=Roofline(quantize.overhead_seconds * factor, quantize.bytes_per_second / factor),
-            replay_overhead_seconds=self._recompute.overhead_seconds,
+            recompute_overhead_seconds=self._recompute.overhead_seconds,
             recompute_factor=self._recompute.seconds_per_unit,
         )

@@ -124,7 +124,7 @@ class StepTimes:
             features = (0.0, copying_seconds, quantize_seconds)
         else:
             recompute_seconds = (
-                num_recomputed * probe.replay_overhead_seconds + probe.recompute_factor * recomputed_seconds
+                num_recomputed * probe.recompute_overhead_seconds + probe.recompute_factor * recomputed_seconds
             )
             copying_seconds = (
                 ledger.num_offloaded * probe.offload.overhead_seconds + num_bytes / probe.offload.bytes_per_second
@@ -164,8 +164,8 @@ class StepTimes:
 
 def _recomputed(ran: Ran) -> tuple[int, float]:
     """Regions recomputed, and the forward time of what they run."""
-    num, rates = ran.ledger.num_replays, ran.rates
-    seconds = (ran.plan.recompute_seconds - num * rates.replay_overhead_seconds) / rates.recompute_factor
+    num, rates = ran.ledger.num_recomputes, ran.rates
+    seconds = (ran.plan.recompute_seconds - num * rates.recompute_overhead_seconds) / rates.recompute_factor
     return num, max(seconds, 0.0)
 
 

@@ -38,7 +38,7 @@ def write_report(
         records: in order of micro-batch. None at all gives a page that says so.
         limit_bytes: the memory limit.
         info: facts for the head of the page, such as model, device and versions, as (name, value).
-        retries: steps that were taken back and run again.
+        retries: steps that were rolled back and retried.
         ranks: of a run on several, what `gather_ranks` returns.
 
     Raises:
@@ -69,7 +69,7 @@ def render_report(
         f'data-left="{LEFT}" data-plot="{PLOT_WIDTH}"'
     )
     script = f"<script>{SCRIPT}</script>" if records else ""
-    # The policy makes the browser itself refuse any request: a report may hold facts that are nobody else's business.
+    # The policy makes the browser itself refuse any request: a report may hold private facts.
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -153,9 +153,9 @@ def _retries(retries: Sequence[StepRetry]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     rows = "".join(_retry_row(retry) for retry in shown)
     return (
-        "<section><h2>Steps run again</h2><p>An allocation failed; the optimizer step was taken back and its "
+        "<section><h2>Steps run again</h2><p>An allocation failed; the optimizer step was rolled back and its "
         "micro-batches run again in less memory, with the same result. Attempt 1 keeps more free, attempt 2 runs the "
-        "least demanding plan, attempt 0 shares memory among more micro-batches in flight.</p>"
+        "minimum-memory plan, attempt 0 shares memory among more micro-batches in flight.</p>"
         f'{note}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 

@@ -12,7 +12,7 @@ from flex_trainer.reports.timeline import Timeline
 MAX_SPIKE_MARKS = 60
 """With more spikes than this (points of the chart), they are not marked one by one."""
 
-_STRATEGY_LABELS = {"recompute": "recomputed", "offload": "offloaded", "quantize": "quantised"}
+_STRATEGY_LABELS = {"recompute": "recomputed", "offload": "offloaded", "quantize": "quantized"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _freed(timeline: Timeline) -> Panel:
         if any(timeline.columns[f"freed_{name}_bytes"])
     ]
     if not series:
-        return Panel("Bytes freed", "No activation was recomputed, offloaded or quantised.", "", "")
+        return Panel("Bytes freed", "No activation was recomputed, offloaded or quantized.", "", "")
     totals = [sum(values) for values in zip(*(one.values for one in series), strict=True)]
     axis = bytes_axis(totals)
     return Panel(

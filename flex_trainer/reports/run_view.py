@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunView:
-    """The part of a runtime that callbacks, reports and people read.
+    """The part of a runtime that callbacks, reports and users read.
 
     Args:
         config: the settings of the run.

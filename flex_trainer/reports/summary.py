@@ -34,13 +34,13 @@ class RunSummary:
     num_over_limit: int
     """Micro-batches with a measured peak above the limit."""
     num_retries: int
-    """How often an optimizer step was taken back and run again because an allocation failed."""
+    """How often an optimizer step was rolled back and retried because an allocation failed."""
     recomputed_bytes: int
     """Activation bytes not held because they were recomputed, summed over micro-batches."""
     offloaded_bytes: int
     """The same for offloading."""
     quantized_bytes: int
-    """The same for quantising."""
+    """The same for quantizing."""
     median_step_ms: float
     """Median over optimizer steps of their forward and backward time (all micro-batches of the step)."""
     mean_prediction_error_percent: float | None
@@ -112,7 +112,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("steps run again", f"{summary.num_retries:,}"),
         ("recomputed", format_bytes(summary.recomputed_bytes)),
         ("offloaded", format_bytes(summary.offloaded_bytes)),
-        ("quantised", format_bytes(summary.quantized_bytes)),
+        ("quantized", format_bytes(summary.quantized_bytes)),
         ("median step time", f"{summary.median_step_ms:,.1f} ms"),
         ("mean prediction error", "nothing predicted" if error is None else f"{error:.2f}%"),
         ("mean error of predicted time", "nothing predicted" if time_error is None else f"{time_error:.2f}%"),

@@ -20,7 +20,7 @@ class FusedAttention(TorchFunctionMode):
     """Replaces `scaled_dot_product_attention` by a stand-in with the saved tensors of a fused kernel."""
 
     def __init__(self, work: Callable[[], Work]) -> None:
-        """`work`: of whoever is running now, forward or backward."""
+        """`work`: of the operator that is running now, forward or backward."""
         super().__init__()
         self._work = work
 

@@ -34,7 +34,7 @@ class NotSymbolic(UserError):
 
 
 class OperationCounter(TorchDispatchMode):
-    """Adds every operation to the work of whoever is running.
+    """Adds every operation to the work of the operator that is running.
 
     Args:
         work: the work of the running operator, forward or backward.

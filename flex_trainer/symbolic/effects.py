@@ -116,7 +116,7 @@ class _Search:
         return None
 
     def _file(self, name: str) -> str | None:
-        """What is foreign among the functions of a file, where somebody has exchanged one."""
+        """What is foreign among the functions of a file, where one was exchanged."""
         module = sys.modules.get(name)
         if module is None or not self._is_new(module):
             return None

@@ -28,7 +28,7 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.activations.trace import Trace, Work
 from flex_trainer.activations.values import Packed
 from flex_trainer.compat import as_if_real
-from flex_trainer.experts.layout import ReplayVote
+from flex_trainer.experts.layout import RecomputeVote
 from flex_trainer.models.discovery import ModelMap, discover
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.models.routing import Routing
@@ -218,7 +218,7 @@ class _Run:
 
     @property
     def work(self) -> Work:
-        """Of whoever is running now."""
+        """Of the operator that is running now."""
         scope = self._scope
         index = scope.in_backward if self._is_backward else scope.running
         if index < 0:
@@ -237,8 +237,8 @@ class _Run:
             return self._after
         return self._inside if self._is_in_layers else self._before
 
-    def replay_vote(self, block: Site, experts: Site) -> ReplayVote:
-        return ReplayVote()
+    def recompute_vote(self, block: Site, experts: Site) -> RecomputeVote:
+        return RecomputeVote()
 
     def on_routed(self, experts: Site, routing: Routing) -> None:
         self._routed_pairs[experts.name] = routing.num_pairs

@@ -35,7 +35,7 @@ class Leftovers:
         self._modules = [weakref.ref(module) for module in twin.modules()]
 
     def take_out(self) -> str | None:
-        """Call once nobody should need the twin, and garbage has been collected. Takes tensors of the trace out of the
+        """Call once the twin is no longer needed, and garbage has been collected. Takes tensors of the trace out of the
         lists, sets and tables that they were added to, and says why the model should not be traced again.
 
         Where modules of the twin are still alive (a method's cache that is keyed by `self`, a registry of modules),

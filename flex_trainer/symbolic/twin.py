@@ -55,7 +55,7 @@ def symbolic_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
 
 
 class _Foreign:
-    """In a copied table: a hook of somebody else's."""
+    """In a copied table: a hook of other code."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Foreign:
         return self

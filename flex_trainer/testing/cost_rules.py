@@ -3,7 +3,7 @@
 The rules are those of the engine (activations/scope.py), applied to data instead of tensors:
 - a value is governed by the operator that made it;
 - a recomputed operator or block drops what it made and holds its inputs instead, if anything of it is needed at all;
-- what one recomputed operator needs from another is recovered by a chain of replays.
+- what one recomputed operator needs from another is recovered by a chain of recomputations.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
     """Cost of a segment; `strategies` maps operator indices to mitigations (absent: keep)."""
     uses = find_uses(segment)
     regions = _regions(segment, strategies)
-    replays = _replays(segment, regions)
-    outcomes = [_outcome(segment, index, strategies, regions, replays, rates) for index in range(len(segment.values))]
+    recomputes = _recomputes(segment, regions)
+    outcomes = [
+        _outcome(segment, index, strategies, regions, recomputes, rates) for index in range(len(segment.values))
+    ]
 
     held_bytes = offloaded_bytes = 0
-    added_seconds = recompute_seconds = _replay_seconds(segment, replays, rates)
+    added_seconds = recompute_seconds = _recompute_seconds(segment, recomputes, rates)
     for value, outcome in zip(segment.values, outcomes, strict=True):
         held_bytes += outcome.held_bytes
         if outcome.moved is not None:
@@ -49,26 +51,26 @@ def evaluate(segment: Segment, strategies: Mapping[int, Strategy], rates: Rates)
         transient_bytes=max(backward, forward, key=lambda point: point.num_bytes).transient_bytes,
         offloaded_bytes=offloaded_bytes,
         recompute_seconds=recompute_seconds,
-        shared=frozenset(value for region in replays.live for value in segment.operators[region].shared_inputs),
+        shared=frozenset(value for region in recomputes.live for value in segment.operators[region].shared_inputs),
     )
 
 
-# Step 1: which values must be there in backward, and which regions are replayed at all
+# Step 1: which values must be there in backward, and which regions are recomputed at all
 
 
 @dataclass(frozen=True)
-class _Replays:
+class _Recomputes:
     needed: list[bool]
-    """Values that backward, or a replay in it, asks for from outside of the region that makes them."""
+    """Values that backward, or a recomputation in it, asks for from outside of the region that makes them."""
     live: list[int]
-    """Regions that are replayed."""
+    """Regions that are recomputed."""
     output_is_needed: set[int]
-    """Regions of which a value is needed outside: their replay runs to the end."""
+    """Regions of which a value is needed outside: their recompute runs to the end."""
     last_saver: dict[int, int]
     """By region: the last operator inside that saves what the region made."""
 
 
-def _replays(segment: Segment, regions: list[int]) -> _Replays:
+def _recomputes(segment: Segment, regions: list[int]) -> _Recomputes:
     needed = [False] * len(segment.values)
     last_saver: dict[int, int] = {}
     made_by: dict[int, list[int]] = {}
@@ -82,7 +84,7 @@ def _replays(segment: Segment, regions: list[int]) -> _Replays:
                 needed[index] = True
     live: list[int] = []
     output_is_needed: set[int] = set()
-    # Last region first: a replay needs what earlier ones make.
+    # Last region first: a recomputation needs what earlier ones make.
     for region in sorted(set(regions) - {-1}, reverse=True):
         if any(needed[value] for value in made_by.get(region, ())):
             output_is_needed.add(region)
@@ -90,7 +92,7 @@ def _replays(segment: Segment, regions: list[int]) -> _Replays:
             live.append(region)
             for value in segment.operators[region].inputs:
                 needed[value] = True
-    return _Replays(needed, live, output_is_needed, last_saver)
+    return _Recomputes(needed, live, output_is_needed, last_saver)
 
 
 # Step 2: bytes and seconds
@@ -105,7 +107,7 @@ class _Outcome:
     moved: Strategy | None = None
     """It is offloaded or quantized."""
     region: int = -1
-    """It is dropped, and this region's replay brings it back."""
+    """It is dropped, and this region's recompute brings it back."""
 
 
 def _outcome(
@@ -113,14 +115,14 @@ def _outcome(
     index: int,
     strategies: Mapping[int, Strategy],
     regions: list[int],
-    replays: _Replays,
+    recomputes: _Recomputes,
     rates: Rates,
 ) -> _Outcome:
     value = segment.values[index]
     region = _region_of(regions, value.owner)
     if region >= 0:
-        return _Outcome(region=region) if replays.needed[index] or value.savers else _Outcome()
-    if not replays.needed[index]:
+        return _Outcome(region=region) if recomputes.needed[index] or value.savers else _Outcome()
+    if not recomputes.needed[index]:
         return _Outcome()
     strategy = strategies.get(value.owner, Strategy.KEEP)
     if rates.moves(strategy, value):
@@ -128,16 +130,16 @@ def _outcome(
     return _Outcome(value.num_bytes)
 
 
-def _replay_seconds(segment: Segment, replays: _Replays, rates: Rates) -> float:
+def _recompute_seconds(segment: Segment, recomputes: _Recomputes, rates: Rates) -> float:
     seconds = 0.0
-    for region in replays.live:
+    for region in recomputes.live:
         operator = segment.operators[region]
         forward_seconds = operator.seconds
-        if operator.site.is_block and region not in replays.output_is_needed:
-            unpaid = unpaid_operators(segment.operators, region, replays.last_saver[region])
+        if operator.site.is_block and region not in recomputes.output_is_needed:
+            unpaid = unpaid_operators(segment.operators, region, recomputes.last_saver[region])
             # Times are measured one by one: those inside may come out longer than the block's.
             forward_seconds -= min(sum(segment.operators[index].seconds for index in unpaid), operator.seconds)
-        seconds += rates.replay_overhead_seconds + rates.recompute_factor * forward_seconds
+        seconds += rates.recompute_overhead_seconds + rates.recompute_factor * forward_seconds
     return seconds
 
 
@@ -157,7 +159,7 @@ def _in_backward(segment: Segment, uses: Uses, outcomes: list[_Outcome], factor:
         first = uses.first[index]
         gone.add(0, first - 1, outcome.held_bytes)
         if outcome.region >= 0 or outcome.moved is not None:
-            since = uses.replay_at[outcome.region] if outcome.region >= 0 else uses.last[index]
+            since = uses.recompute_at[outcome.region] if outcome.region >= 0 else uses.last[index]
             there.add(min(first, since), since, value.num_bytes)
     return _highest(backward_transients(segment), there, gone, factor)
 
@@ -209,7 +211,7 @@ def _regions(segment: Segment, strategies: Mapping[int, Strategy]) -> list[int]:
     regions: list[int] = []
     for index, operator in enumerate(segment.operators):
         outer = regions[operator.parent] if operator.parent >= 0 else -1
-        is_own = strategies.get(index) is Strategy.RECOMPUTE and operator.site.is_replayable
+        is_own = strategies.get(index) is Strategy.RECOMPUTE and operator.site.is_recomputable
         regions.append(outer if outer >= 0 else index if is_own else -1)
     return regions
 

@@ -147,7 +147,7 @@ class RankPool:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """A TCP port of this machine that is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

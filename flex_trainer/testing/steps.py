@@ -57,7 +57,7 @@ class Step:
     ledger: Ledger
     trace: Trace
     forward_held_bytes: int
-    """Held when forward had ended; 0 in a plain step, where nobody counts."""
+    """Held when forward had ended; 0 in a plain step, where nothing is counted."""
 
 
 @contextmanager

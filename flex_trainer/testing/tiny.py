@@ -104,7 +104,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A causal language model of `architecture` on the CPU, in training mode, with weights that depend on `seed` alone.
 
-    The global random stream stays as it was. Weights come from the model's own initialisation. See `tiny_config` for
+    The global random stream stays as it was. Weights come from the model's own initialization. See `tiny_config` for
     the arguments not listed.
 
     Args:

@@ -4,7 +4,7 @@
     with device.on(device.stream()): ...         # the stream on which "this thread computes"
 
 A copy that was not ordered by events runs too early or too late in some schedule; then it reads what is not there yet,
-or writes into memory that was given to somebody else.
+or writes into memory that was given to another tensor.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class FakeDevice:
         return stream.record_event()
 
     def _give_away(self, tensor: torch.Tensor) -> None:
-        """When nobody holds the tensor any more, the next kernel of the stream it belongs to may overwrite it."""
+        """When the tensor is no longer held, the next kernel of the stream it belongs to may overwrite it."""
         home, numbers = self._current, memory_of(tensor)
         users = self._users[id(tensor)] = []
 

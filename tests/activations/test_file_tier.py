@@ -62,7 +62,7 @@ def test_free_places_are_joined_and_used_again():
     assert "32" in tier.describe()  # still 32 KiB in all
 
 
-def test_a_file_nobody_can_find(tmp_path: Path):
+def test_a_file_without_a_name(tmp_path: Path):
     tier = FileTier(tmp_path)
     _, copy = tier.write(flat(100, 1))
     copy.wait()

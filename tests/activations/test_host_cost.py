@@ -20,7 +20,7 @@ from flex_trainer.activations.host_random import HostRandom
 from flex_trainer.activations.known import KnownForward
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.module_state import ModuleState
-from flex_trainer.activations.overhead import replay_overhead_seconds
+from flex_trainer.activations.overhead import recompute_overhead_seconds
 from flex_trainer.activations.quick_state import QuickState, state_of
 from flex_trainer.activations.scope import Scope
 from flex_trainer.strategy import Site, Strategy
@@ -51,7 +51,7 @@ class CountingScope(Scope):
 
 
 def layer(number: int) -> Site:
-    return Site(f"layers.{number}", "layer", number, is_block=True, is_replayable=False)
+    return Site(f"layers.{number}", "layer", number, is_block=True, is_recomputable=False)
 
 
 def forward(scope: Scope, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_a_known_forward_that_begins_to_mitigate(strategy: Strategy) -> None:
         assert 0 <= later_bytes - (held_bytes - after[half - 1]) <= 64
     loss.backward()
     assert x.grad is not None and torch.equal(x.grad, wanted)
-    assert (scope.ledger.num_replays > 0) is (strategy is Strategy.RECOMPUTE)
+    assert (scope.ledger.num_recomputes > 0) is (strategy is Strategy.RECOMPUTE)
     del loss
     assert scope.ledger.held_bytes == scope.ledger.recovered_bytes == 0
 
@@ -208,7 +208,7 @@ def recompute(module: nn.Module, num_regions: int) -> None:
             h = scope.run(site, module, h)
         loss = h.sum()
     loss.backward()
-    assert scope.ledger.num_replays == num_regions
+    assert scope.ledger.num_recomputes == num_regions
 
 
 def test_host_streams_are_read_once_for_all_regions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_a_region_of_plain_tensors_takes_no_pytree_and_no_general_state(monkeypa
     monkeypatch.setattr("flex_trainer.activations.leaves.tree_leaves", refuse)
     monkeypatch.setattr(ModuleState, "__init__", refuse)
     monkeypatch.setattr(region.InnerHooks, "first_run", refuse)
-    monkeypatch.setattr(region.InnerHooks, "replay", refuse)
+    monkeypatch.setattr(region.InnerHooks, "recompute", refuse)
     monkeypatch.setattr(context._Autocasts, "__enter__", refuse)
     recompute(nn.Sequential(nn.RMSNorm(8), nn.Tanh()), 4)
 
@@ -269,7 +269,7 @@ def test_modules_with_content_are_remembered_in_full(make: Callable[[], nn.Modul
     assert isinstance(state_of(module, list(module.modules())), QuickState) is is_quick
 
 
-def test_a_quick_state_is_given_to_a_replay_and_taken_back() -> None:
+def test_a_quick_state_is_given_to_a_recompute_and_taken_back() -> None:
     linear = nn.Linear(8, 8)
     module = nn.Sequential(linear, nn.Dropout(0.1))
     inner: Any = module[1]
@@ -283,7 +283,7 @@ def test_a_quick_state_is_given_to_a_replay_and_taken_back() -> None:
     with state.restored("module"):
         assert (inner.p, inner.note, inner.training) == (0.1, "first", True)
         assert not hasattr(inner, "extra") and inner.helper is helper and linear.weight.requires_grad
-        inner.note, inner.made = "in the replay", 1
+        inner.note, inner.made = "in the recomputation", 1
     assert (inner.p, inner.note, inner.extra, inner.training) == (0.5, "now", 3, False)
     assert not hasattr(inner, "made") and not linear.weight.requires_grad
     with torch.no_grad():
@@ -335,7 +335,7 @@ def test_another_kind_of_numpy_generator_is_followed_too() -> None:
 def test_the_overhead_of_a_region_is_measured_and_moves_nothing() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    seconds = replay_overhead_seconds(torch.device("cpu"))
+    seconds = recompute_overhead_seconds(torch.device("cpu"))
     assert 1e-6 < seconds < 1.0
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -194,7 +194,7 @@ def test_change_in_place_of_an_operators_own_result_raises(make: Make, strategy:
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_change_in_place_before_saving_is_right(make: Make, strategy: Strategy):
-    """The value of a recomputed output is the changed one, which no replay gives: it is kept."""
+    """The value of a recomputed output is the changed one, which no recomputation gives: it is kept."""
 
     def step(run: Callable[..., torch.Tensor]) -> torch.Tensor:
         x = leaf(6, 8)

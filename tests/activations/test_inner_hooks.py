@@ -1,4 +1,4 @@
-"""Hooks that were there in the first run and are gone, or new, when the replay comes."""
+"""Hooks that were there in the first run and are gone, or new, when the recomputation comes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flex_trainer.testing.tiny import tiny_batch, tiny_model
 
 
 @pytest.mark.parametrize("when", ["removed before backward", "added before backward"])
-def test_a_replay_has_the_hooks_of_the_first_run(when: str) -> None:
+def test_a_recompute_has_the_hooks_of_the_first_run(when: str) -> None:
     def gradients(is_managed: bool) -> dict[str, torch.Tensor]:
         model = tiny_model("llama")
         batch = tiny_batch(model, batch_size=2, sequence_length=16)
@@ -46,7 +46,9 @@ def test_a_replay_has_the_hooks_of_the_first_run(when: str) -> None:
             handles.append(projection.register_forward_hook(act))
         loss.backward()
         present = len(projection._forward_hooks)
-        assert present == (0 if when.startswith("removed") else 1)  # the replay leaves the hooks as it found them
+        assert present == (
+            0 if when.startswith("removed") else 1
+        )  # the recomputation leaves the hooks as it found them
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     plain, managed = gradients(False), gradients(True)
@@ -66,21 +68,21 @@ def scaled(factor: float, more: float = 0.0) -> Any:
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_two_threads_may_run_one_module_at_a_time(is_gone: bool) -> None:
-    """A replay of one micro-batch begins in the middle of the forward of another, and ends after it."""
+    """A recomputation of one micro-batch begins in the middle of the forward of another, and ends after it."""
     inner = nn.Linear(4, 4)
     module = nn.Sequential(inner, nn.Tanh())
     seen: list[str] = []
-    in_forward, in_replay, after_forward = threading.Event(), threading.Event(), threading.Event()
+    in_forward, in_recompute, after_forward = threading.Event(), threading.Event(), threading.Event()
 
     def look(_: nn.Module, args: Any) -> None:
         seen.append(threading.current_thread().name)
         if seen[-1] == "forward":
             in_forward.set()
-            assert in_replay.wait(30)
+            assert in_recompute.wait(30)
 
     def act(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if threading.current_thread().name == "replay":
-            in_replay.set()
+        if threading.current_thread().name == "recompute":
+            in_recompute.set()
             assert after_forward.wait(30)
         return output * 3
 
@@ -108,28 +110,31 @@ def test_two_threads_may_run_one_module_at_a_time(is_gone: bool) -> None:
     def run_forward() -> None:
         second = forward()
         after_forward.set()
-        replay.join()
+        recompute.join()
         found["forward"] = gradient(*second)
 
-    def run_replay() -> None:
+    def run_recompute() -> None:
         assert in_forward.wait(30)
-        found["replay"] = gradient(*first)
+        found["recompute"] = gradient(*first)
 
-    threads = [threading.Thread(target=run_forward, name="forward"), threading.Thread(target=run_replay, name="replay")]
-    replay = threads[1]
+    threads = [
+        threading.Thread(target=run_forward, name="forward"),
+        threading.Thread(target=run_recompute, name="recompute"),
+    ]
+    recompute = threads[1]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert [dict(table) for table in (inner._forward_pre_hooks, inner._forward_hooks)] == tables
-    assert seen == ["forward"], "once in the forward, in no replay"
-    assert torch.equal(found["replay"], wanted)
+    assert seen == ["forward"], "once in the forward, in no recomputation"
+    assert torch.equal(found["recompute"], wanted)
     assert torch.equal(found["forward"], wanted) is not is_gone
     looking.remove()
     assert not inner._forward_pre_hooks
 
 
-def test_hooks_put_there_for_a_replay_only_keep_their_order_and_arguments() -> None:
+def test_hooks_put_there_for_a_recompute_only_keep_their_order_and_arguments() -> None:
     inner = nn.Linear(4, 4)
     module = nn.Sequential(inner)
     handles = [
@@ -142,6 +147,6 @@ def test_hooks_put_there_for_a_replay_only_keep_their_order_and_arguments() -> N
         wanted = module(x)
     handles[0].remove()
     handles[2].remove()
-    with hooks.replay():
+    with hooks.recompute():
         assert torch.equal(module(x), wanted)
     assert list(inner._forward_hooks) == [handles[1].id] and not inner._forward_hooks_with_kwargs

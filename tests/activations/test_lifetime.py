@@ -64,7 +64,9 @@ def test_backward_twice(make: Make, strategy: Strategy):
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x)
     assert torch.equal(first, second)
-    assert scope.ledger.num_replays == (2 if strategy is RECOMPUTE else 0)  # each operator once, not once per backward
+    assert scope.ledger.num_recomputes == (
+        2 if strategy is RECOMPUTE else 0
+    )  # each operator once, not once per backward
     del loss
     assert scope.ledger.held_bytes == scope.ledger.recovered_bytes == 0
 
@@ -148,7 +150,7 @@ def test_an_error_in_forward_leaves_nothing(make: Make, strategy: Strategy):
     assert x.grad is not None
 
 
-def test_an_error_in_a_replay_leaves_nothing(make: Make):
+def test_an_error_in_a_recompute_leaves_nothing(make: Make):
     is_broken = False
 
     def operator(x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +263,7 @@ def test_no_packs_without_gradients(make: Make, strategy: Strategy):
     scope = make(strategy)
     with scope.open(), torch.no_grad():
         y = scope.run(BLOCK, lambda x: scope.run(A, torch.sin, x), x)
-    assert scope.ledger.demand_bytes == scope.ledger.held_bytes == scope.ledger.num_replays == 0
+    assert scope.ledger.demand_bytes == scope.ledger.held_bytes == scope.ledger.num_recomputes == 0
     assert not y.requires_grad
 
 

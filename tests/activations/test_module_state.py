@@ -1,4 +1,4 @@
-"""A replay finds the module as the first run did and leaves no trace, or says why it cannot."""
+"""A recomputation finds the module as the first run did and leaves no trace, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_is_trained_is_that_of_the_first_run(is_frozen_first: bool) -> None
 
 
 class Remembers(nn.Module):
-    """Changes itself in forward in every way that a replay takes back."""
+    """Changes itself in forward in every way that a recomputation rolls back."""
 
     scale: torch.Tensor
 
@@ -121,12 +121,12 @@ class Remembers(nn.Module):
         return [self.count, len(self.seen), self.by_name, float(self.total), self.scale.tolist(), sorted(vars(self))]
 
 
-def test_a_replay_takes_back_what_it_changes() -> None:
+def test_a_recompute_takes_back_what_it_changes() -> None:
     x, outcomes = torch.randn(4, 8), []
     for run in (lambda module: module(x).sum(), lambda module: forward(module, x)):
         torch.manual_seed(0)
         module = Remembers()
-        losses = [run(module), run(module)]  # both first runs, then both replays
+        losses = [run(module), run(module)]  # both first runs, then both recomputes
         scale, total, last = module.scale, module.total, module.last
         torch.stack(losses).sum().backward()
         assert module.scale is scale and module.total is total and module.last is last

@@ -186,7 +186,7 @@ def test_reading_one_value_starts_those_that_backward_wants_next():
 
 @pytest.mark.parametrize("fails_at_start", [True, False])
 def test_a_full_tier_loses_nothing(fails_at_start: bool):
-    """Refused at once, or only when the copy is under way: the values stay where they are, and somebody is told."""
+    """Refused at once, or only when the copy is under way: the values stay where they are, and a message says so."""
     tier = FakeTier(room=3, fails_at_start=fails_at_start)
     store = OffloadStore(tier)
     with pytest.warns(UserWarning, match="offload to a fake tier failed .*No space left.* stay on the device"):
@@ -202,7 +202,7 @@ def test_a_full_tier_loses_nothing(fails_at_start: bool):
     assert tier.num_writes == num_writes and ledger.freed_bytes["offload"] == 0 and ledger.held_bytes == 0
 
 
-def test_a_failed_copy_that_nobody_waits_for():
+def test_a_failed_copy_without_a_wait():
     """The graph dies before anyone asked how the copy went."""
     tier = FakeTier(room=0)
     ledger = Ledger()
@@ -276,7 +276,7 @@ def test_random_delays_of_a_file(seed: int, in_flight_values: int):
         store.forget_dead()
 
 
-def test_polling_waits_for_nobody():
+def test_polling_never_waits():
     tier = FakeTier()
     store = OffloadStore(tier)
     ledger = Ledger()

@@ -108,7 +108,7 @@ def test_a_read_comes_after_earlier_kernels_in_the_targets_memory(seed: int):
     place, copy = tier.write(torch.full((SIZE,), 3, dtype=torch.uint8))
     copy.release()
     device.run_all()
-    target = kernel_writes(device, device.compute, 66)  # whoever had this memory before
+    target = kernel_writes(device, device.compute, 66)  # the former owner of this memory
     tier.read(place, target).wait()
     device.run_all()
     assert bool((target == 3).all())

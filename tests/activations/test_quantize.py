@@ -137,7 +137,7 @@ def test_integers_seen_in_a_float_storage_stay_exact():
 
 
 def test_a_value_that_is_held_anyway_is_not_quantized():
-    """Held as it is by an operator that may be replayed: a second form would only cost memory."""
+    """Held as it is by an operator that may be recomputed: a second form would only cost memory."""
     x = torch.randn(64, 64, requires_grad=True)
     choices = {"a": Strategy.QUANTIZE, "b": Strategy.RECOMPUTE, "c": Strategy.KEEP}
     scope = Scope(ByFunction(lambda site: choices[site.name]), Ledger(), parameters=(), min_mitigated_bytes=1)

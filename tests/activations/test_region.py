@@ -1,4 +1,4 @@
-"""Recompute: what a replay costs, what it leaves alone, and what it refuses."""
+"""Recompute: what a recomputation costs, what it leaves alone, and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def scope_for(recomputed: set[str], *parameters: torch.Tensor) -> Scope:
     return Scope(choices, Ledger(), parameters=parameters, min_mitigated_bytes=1)
 
 
-def site(name: str, *, is_block: bool = False, is_replayable: bool = True) -> Site:
-    return Site(name, "linear", 0, is_block, is_replayable)
+def site(name: str, *, is_block: bool = False, is_recomputable: bool = True) -> Site:
+    return Site(name, "linear", 0, is_block, is_recomputable)
 
 
 class Chain:
@@ -52,15 +52,16 @@ class Chain:
     ("recomputed", "num_products"),
     [
         (set(), 0),
-        # tanh saves its result and c saves it too: one replay of tanh, whose input only a replay of `a` gives.
+        # tanh saves its result and c saves it too: one recomputation of tanh, whose input only a recomputation of `a`
+        # gives.
         ({"b"}, 0),
-        ({"a"}, 0),  # nobody saves what `a` gives
+        ({"a"}, 0),  # no operator saves what `a` gives
         ({"a", "b"}, 1),
         ({"c"}, 1),  # the loss saves it
         ({"a", "b", "c"}, 2),
     ],
 )
-def test_a_replay_runs_each_operator_once(recomputed: set[str], num_products: int):
+def test_a_recompute_runs_each_operator_once(recomputed: set[str], num_products: int):
     chain = Chain()
     loss = chain.loss(scope_for(recomputed, *chain.parameters()))
     with FlopCounterMode(display=False) as backward:
@@ -68,8 +69,8 @@ def test_a_replay_runs_each_operator_once(recomputed: set[str], num_products: in
     assert backward.get_total_flops() == (4 + num_products) * chain.product_flops
 
 
-def test_a_replay_stops_when_all_is_there():
-    """Three products in one region; what the last one gives is saved by nobody, so it is not computed again."""
+def test_a_recompute_stops_when_all_is_there():
+    """Three products in one region; what the last one gives is not saved, so it is not computed again."""
     weights = [nn.Parameter(torch.randn(16, 16)) for _ in range(3)]
     x = torch.randn(8, 16, requires_grad=True)
     scope = scope_for({"block"}, *weights)
@@ -82,10 +83,10 @@ def test_a_replay_stops_when_all_is_there():
         loss.backward()
     product = 2 * 8 * 16 * 16
     assert backward.get_total_flops() == (6 + 2) * product
-    assert scope.ledger.num_replays == 1
+    assert scope.ledger.num_recomputes == 1
 
 
-def test_a_block_is_replayed_as_a_whole_and_overrides_its_operators():
+def test_a_block_is_recomputed_as_a_whole_and_overrides_its_operators():
     chain = Chain()
     num_runs: list[str] = []
 
@@ -109,10 +110,10 @@ def test_a_block_is_replayed_as_a_whole_and_overrides_its_operators():
         # Also inside of the context, where the scope could be taken for the one of a new forward.
         loss.backward()
     assert num_runs == ["a", "b", "c"] * 2
-    assert scope.ledger.num_replays == 1 and len(scope.trace.calls) == num_calls == 4
+    assert scope.ledger.num_recomputes == 1 and len(scope.trace.calls) == num_calls == 4
 
 
-def test_sites_that_may_not_be_replayed_are_kept():
+def test_sites_that_may_not_be_recomputed_are_kept():
     num_runs = 0
 
     def router(x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ def test_sites_that_may_not_be_replayed_are_kept():
     x = torch.randn(8, 16, requires_grad=True)
     scope = scope_for({"router"})
     with scope.open():
-        loss = (scope.run(site("router", is_replayable=False), router, x) ** 2).sum()
+        loss = (scope.run(site("router", is_recomputable=False), router, x) ** 2).sum()
     loss.backward()
     assert num_runs == 1 and scope.ledger.freed_bytes["recompute"] == 0
 
@@ -186,7 +187,7 @@ def test_autocast_is_that_of_the_first_run(is_first_run_under_autocast: bool):
     assert dtypes == [torch.bfloat16 if is_first_run_under_autocast else torch.float32] * 2
 
 
-def test_a_replay_under_no_grad_still_records():
+def test_a_recompute_under_no_grad_still_records():
     """Backward may be called under no_grad by a caller that manages gradients itself."""
     x = torch.randn(8, 16, requires_grad=True)
     scope = scope_for({"a"})
@@ -215,21 +216,21 @@ def run_changed(
     loss.backward()
 
 
-def test_a_replay_that_saves_less_is_refused():
-    with pytest.raises(RuntimeError, match="replaying a saved fewer tensors .* takes another path the second time"):
+def test_a_recompute_that_saves_less_is_refused():
+    with pytest.raises(RuntimeError, match="recomputing a saved fewer tensors .* takes another path the second time"):
         run_changed(lambda x: x.sin().exp().tanh(), lambda x: x + 1)
 
 
-def test_a_replay_of_another_shape_is_refused():
-    with pytest.raises(RuntimeError, match=r"replaying a gave .*shape \(4, 16\).*not a function of its inputs"):
+def test_a_recompute_of_another_shape_is_refused():
+    with pytest.raises(RuntimeError, match=r"recomputing a gave .*shape \(4, 16\).*not a function of its inputs"):
         run_changed(lambda x: x.sin().exp(), lambda x: (x + 0)[:4].sin().exp())
 
 
-def test_a_replay_of_another_dtype_is_refused():
-    with pytest.raises(RuntimeError, match=r"replaying a gave a torch.bfloat16 tensor"):
+def test_a_recompute_of_another_dtype_is_refused():
+    with pytest.raises(RuntimeError, match=r"recomputing a gave a torch.bfloat16 tensor"):
         run_changed(lambda x: x.sin().exp(), lambda x: x.bfloat16().sin().exp())
 
 
-def test_a_replay_with_an_output_of_another_size_is_refused():
-    with pytest.raises(RuntimeError, match="replaying a gave .* bytes where the first run gave"):
+def test_a_recompute_with_an_output_of_another_size_is_refused():
+    with pytest.raises(RuntimeError, match="recomputing a gave .* bytes where the first run gave"):
         run_changed(lambda x: x + 1, lambda x: (x + 1)[:4].clone(), saves_output=True)

@@ -1,4 +1,4 @@
-"""`flex-trainer plan`: tables for people, JSON for tools, one line for mistakes."""
+"""`flex-trainer plan`: tables for readers, JSON for tools, one line for mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vectorised costs equal the scalar reference, on random graphs, random sizes and random choices."""
+"""The vectorized costs equal the scalar reference, on random graphs, random sizes and random choices."""
 
 from __future__ import annotations
 

@@ -57,22 +57,22 @@ def test_recompute_trades_what_it_made_for_its_input() -> None:
     assert evaluate(segment, {}, Rates()).held_bytes == 1500
     cost = evaluate(segment, {0: RECOMPUTE}, Rates())
     assert cost.held_bytes == 100
-    assert cost.added_seconds == pytest.approx(1.0 + Rates().replay_overhead_seconds)
+    assert cost.added_seconds == pytest.approx(1.0 + Rates().recompute_overhead_seconds)
     assert cost.backward_bytes >= 1500
 
 
-def test_what_nobody_needs_is_neither_held_nor_replayed() -> None:
+def test_what_is_not_needed_is_neither_held_nor_recomputed() -> None:
     segment = layer(norm("a", 0), values=(Value(-1, 100, ()), Value(0, 1000, ())))
     cost = evaluate(segment, {0: RECOMPUTE}, Rates())
     assert (cost.held_bytes, cost.added_seconds) == (0, 0.0)
 
 
-def test_a_chain_of_replays_goes_back_to_the_first_input() -> None:
+def test_a_chain_of_recomputes_goes_back_to_the_first_input() -> None:
     operators = (norm("a", 0), norm("b", 1), norm("c", 2))
     values = (Value(-1, 7, ()), Value(0, 100, ()), Value(1, 100, ()), Value(2, 100, (2,)))
     cost = evaluate(layer(*operators, values=values), dict.fromkeys(range(3), RECOMPUTE), Rates())
     assert cost.held_bytes == 7
-    assert cost.added_seconds == pytest.approx(3 * (1 + Rates().replay_overhead_seconds))
+    assert cost.added_seconds == pytest.approx(3 * (1 + Rates().recompute_overhead_seconds))
 
 
 def test_a_recomputed_block_overrides_the_operators_inside() -> None:
@@ -84,7 +84,7 @@ def test_a_recomputed_block_overrides_the_operators_inside() -> None:
     assert alone.held_bytes == 10
 
 
-def test_a_replay_never_saves_time() -> None:
+def test_a_recompute_never_saves_time() -> None:
     """Times are measured one by one, and those inside may come out longer than the block's."""
     segment = layer(
         norm("mlp", 0, kind="mlp", seconds=0.5),
@@ -93,13 +93,13 @@ def test_a_replay_never_saves_time() -> None:
         values=(Value(-1, 100, ()), Value(1, 1000, (1,)), Value(2, 500, ())),
     )
     cost = evaluate(segment, {0: RECOMPUTE}, Rates())
-    assert cost.added_seconds == pytest.approx(Rates().replay_overhead_seconds)
+    assert cost.added_seconds == pytest.approx(Rates().recompute_overhead_seconds)
     compiled = CompiledSegment(segment, Rates()).evaluate(np.array([[1, 0, 0]]))
     assert compiled.seconds[0] == pytest.approx(cost.added_seconds)
 
 
-def test_a_router_is_never_replayed() -> None:
-    site = Site("gate", "router", 0, is_replayable=False)
+def test_a_router_is_never_recomputed() -> None:
+    site = Site("gate", "router", 0, is_recomputable=False)
     segment = layer(Operator(site, -1, (), 1.0, 0, 0), values=(Value(0, 50_000, (0,)),))
     assert evaluate(segment, {0: RECOMPUTE}, Rates()) == evaluate(segment, {}, Rates())
 

@@ -90,7 +90,7 @@ def test_1f1b_holds_what_the_position_says(num_stages: int, num_micro_batches: i
     for rank, actions in enumerate(schedule):
         assert _most_in_flight(actions) == min(num_micro_batches, num_stages - rank)
     cost = iteration_cost(schedule, dict.fromkeys(range(num_stages), UNIT))
-    # The known length: every rank works m (f + b), and p - 1 micro-batches long somebody waits.
+    # The known length: every rank works m (f + b), and p - 1 micro-batches long a rank waits.
     assert cost.seconds == pytest.approx((num_micro_batches + num_stages - 1) * 3.0)
     for rank, times in enumerate(cost.times):
         assert times.warmup_seconds + times.steady_seconds + times.cooldown_seconds == pytest.approx(cost.seconds)

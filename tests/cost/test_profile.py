@@ -18,7 +18,7 @@ from flex_trainer.cost.shape import BatchShape
 from flex_trainer.strategy import Site
 from flex_trainer.testing.cost_rules import evaluate
 
-LAYER = Site("layers.0", "layer", 0, is_block=True, is_replayable=False)
+LAYER = Site("layers.0", "layer", 0, is_block=True, is_recomputable=False)
 NORM = Site("layers.0.norm", "norm", 0)
 CORE = Site("layers.0.attn.core", "attention_core", 0)
 EXPERTS = Site("layers.0.experts", "experts", 0, is_block=True)
@@ -220,7 +220,7 @@ def test_file_keeps_everything(tmp_path: Path) -> None:
             EXPERTS.name
         )
     loaded.observe(shape(2, 20), trace(2, 20), {})
-    assert sum(len(known) for known in loaded._structures.values()) == 2  # recognised, not learnt again
+    assert sum(len(known) for known in loaded._structures.values()) == 2  # recognized, not learnt again
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
 
 

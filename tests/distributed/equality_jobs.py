@@ -16,28 +16,28 @@ from flex_trainer.strategy import EP_BLOCK, Site, Strategy
 from flex_trainer.testing.forced import ForcedRuntime, MixedChoices
 from tests.distributed.models import all_ids, gradients_of, mean_over_ranks, my_part, skew, spread_model
 
-STRATEGIES = ("keep", "recompute", "offload", "quantize", "mixed", "differs_by_rank", "replayed_dispatch")
+STRATEGIES = ("keep", "recompute", "offload", "quantize", "mixed", "differs_by_rank", "recomputed_dispatch")
 
 
 class Forced:
     """The same strategy everywhere it is allowed; "mixed": one by the site's name; "differs_by_rank": also by rank.
-    Dispatches are replayed under "replayed_dispatch" alone: then everything is recomputed.
+    Dispatches are recomputed under "recomputed_dispatch" alone: then everything is recomputed.
 
     Args:
         name: of STRATEGIES.
     """
 
     def __init__(self, name: str) -> None:
-        self._replays_dispatch = name == "replayed_dispatch"
+        self._recomputes_dispatch = name == "recomputed_dispatch"
         self._choices: Choices
         if name in ("mixed", "differs_by_rank"):
             self._choices = MixedChoices(dist.get_rank() if name == "differs_by_rank" else 0)
         else:
-            self._choices = Uniform(Strategy("recompute" if self._replays_dispatch else name))
+            self._choices = Uniform(Strategy("recompute" if self._recomputes_dispatch else name))
 
     def strategy(self, site: Site) -> Strategy:
         if site.kind == EP_BLOCK:
-            return Strategy.RECOMPUTE if self._replays_dispatch else Strategy.KEEP
+            return Strategy.RECOMPUTE if self._recomputes_dispatch else Strategy.KEEP
         return self._choices.strategy(site)
 
 
@@ -87,7 +87,7 @@ def _step(model: Any, strategy: str | None) -> dict[str, Any]:
         ledger = runtime.in_flight[0].ledger
         with runtime.backward():
             loss.backward()
-        answer.update(freed=dict(ledger.freed_bytes), replays=ledger.num_replays, held=ledger.held_bytes)
+        answer.update(freed=dict(ledger.freed_bytes), recomputes=ledger.num_recomputes, held=ledger.held_bytes)
         runtime.detach()
     gradients = gradients_of(model)
     answer["loss"] = mean_over_ranks(loss)

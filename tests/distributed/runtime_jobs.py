@@ -68,11 +68,11 @@ def predicted_and_held(
 
 def steps_under_less_than_is_expected(path: str, num_steps: int, **parallel: Any) -> list[int]:
     """One layer sends all tokens to rank 0, so as much is expected of all layers from the second step on. Bytes that
-    were replayed in each step, on a rank 0 that has less than the least demanding plan would need for that."""
+    were recomputed in each step, on a rank 0 that has less than the minimum-memory plan would need for that."""
     model = spread_model(Path(path), **parallel)
     skew(model, num_layers=1)
     room_bytes = 10**9
-    replayed: list[int] = []
+    recomputed: list[int] = []
     for is_tight in (False, True):
         limit_bytes = BASE_BYTES + gathered_bytes(model) + room_bytes
         runtime = FlexRuntime(FlexConfig(limit_bytes, strategies=("recompute",), transient_reserve=0))
@@ -89,8 +89,8 @@ def steps_under_less_than_is_expected(path: str, num_steps: int, **parallel: Any
             least = part.plans.plan(shape, 0, gradients, part.recent_loads.expected)
             room_bytes = int(least.peak_bytes / 1.06)
         runtime.detach()
-        replayed = [record.freed_bytes["recompute"] for record in runtime.records]
-    return replayed
+        recomputed = [record.freed_bytes["recompute"] for record in runtime.records]
+    return recomputed
 
 
 def news(path: str, num_steps: int, **parallel: Any) -> list[int]:
@@ -141,7 +141,7 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
     _loss(model, 0).backward()
     expected = gradients_of(model)
     model.zero_grad()
-    runtime = ForcedRuntime(Forced("replayed_dispatch" if wishes[dist.get_rank()] else "keep"))
+    runtime = ForcedRuntime(Forced("recomputed_dispatch" if wishes[dist.get_rank()] else "keep"))
     runtime.attach(model)
     with CountAllToAll() as count, runtime.backward():
         loss = _loss(model, 0)
@@ -158,7 +158,7 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
 
 
 def agreement_by_plans(path: str, is_tight: tuple[bool, ...], num_steps: int, **parallel: Any) -> list[int]:
-    """Layers whose dispatch is replayed, by step, where some ranks run under the least demanding plan there is."""
+    """Layers whose dispatch is recomputed, by step, where some ranks run under the minimum-memory plan."""
     model = spread_model(Path(path), **parallel)
     forget_structures()  # choices that other tests in this process found worth having would be tried here too
     runtime = FlexRuntime(FlexConfig(memory_limit="20GiB", strategies=("recompute",)))

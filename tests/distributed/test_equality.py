@@ -61,7 +61,7 @@ def assert_used(strategy: str, answer: dict) -> None:
     elif strategy in ("mixed", "differs_by_rank"):
         assert freed["recompute"] > 0 and freed["offload"] > 0
     else:
-        assert freed["recompute" if strategy == "replayed_dispatch" else strategy] > 0
+        assert freed["recompute" if strategy == "recomputed_dispatch" else strategy] > 0
 
 
 def check(
@@ -90,7 +90,7 @@ def test_expert_parallel_under_every_strategy(two_ranks: RankPool, directory: Pa
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_experts_that_are_not_cut_into_operators(two_ranks: RankPool, directory: Path, implementation: str) -> None:
     path = saved_model(directory, "qwen3_moe")
-    strategies = (None, "recompute", "replayed_dispatch")
+    strategies = (None, "recompute", "recomputed_dispatch")
     check(two_ranks, path, strategies, fsdp=2, ep=2, experts_implementation=implementation)
 
 
@@ -127,5 +127,5 @@ def test_ranks_of_a_tensor_parallel_group_send_a_share_each(two_ranks: RankPool,
 
 def test_all_tokens_on_one_rank_and_none_on_the_other(two_ranks: RankPool, directory: Path) -> None:
     """Ranks without a row run the same operators and collectives; their experts get gradients of zero."""
-    strategies = (None, "recompute", "offload", "replayed_dispatch", "differs_by_rank")
+    strategies = (None, "recompute", "offload", "recomputed_dispatch", "differs_by_rank")
     check(two_ranks, saved_model(directory, "qwen3_moe"), strategies, is_skewed=True, fsdp=2, ep=2)

@@ -39,7 +39,7 @@ def test_clipping_over_two_meshes_is_that_of_one_process(
 
 
 def test_gradients_that_are_not_reduced_yet_are_in_the_budget(two_ranks: RankPool, path: Path) -> None:
-    """Fault 7: accumulation with synchronisation off keeps whole gradients."""
+    """Fault 7: accumulation with synchronization off keeps whole gradients."""
     for answer in two_ranks.run(f"{JOBS}:accumulated", path=str(path), fsdp=2, ep=2):
         reduced, deferred = answer["reduced"], answer["deferred"]
         # Reduced at once: this rank's part in the first micro-batch, nothing new in the second.

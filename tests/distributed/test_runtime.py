@@ -62,7 +62,7 @@ def test_all_tokens_on_one_rank(two_ranks: RankPool, path: Path) -> None:
 
 
 def test_what_may_come_is_no_reason_to_refuse(two_ranks: RankPool, directory: Path) -> None:
-    """Refused is only what does not fit even if no token comes; the rest runs under the least demanding plan."""
+    """Refused is only what does not fit even if no token comes; the rest runs under the minimum-memory plan."""
     path = saved_model(directory, "qwen3_moe", num_hidden_layers=6, mlp_only_layers=[])
     job = f"{JOBS}:steps_under_less_than_is_expected"
     crowded, other = two_ranks.run(job, path=str(path), num_steps=3, fsdp=2, ep=2)
@@ -76,14 +76,14 @@ def test_sizes_are_learnt_once_in_half_precision(two_ranks: RankPool, directory:
         assert versions[3] == versions[-1], versions
 
 
-def test_dispatch_is_replayed_only_where_all_ranks_want_it(two_ranks: RankPool, path: Path) -> None:
+def test_dispatch_is_recomputed_only_where_all_ranks_want_it(two_ranks: RankPool, path: Path) -> None:
     for wishes in [(True, True), (True, False), (False, True), (False, False)]:
         by_rank = two_ranks.run(f"{JOBS}:agreement", path=str(path), wishes=wishes, fsdp=2, ep=2)
         for answer in by_rank:
             assert answer["agreed"] == (answer["moe_layers"] if all(wishes) else 0)
             assert answer["error"] <= 1e-5
         # Of each layer: counts, rows and routing go out, rows come back, and in backward all but the counts the other
-        # way; a replay sends rows and routing again.
+        # way; a recomputation sends rows and routing again.
         for answer in by_rank:
             assert answer["exchanges"] == answer["moe_layers"] * (7 + 2 * all(wishes))
 

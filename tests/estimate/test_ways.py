@@ -107,8 +107,8 @@ def test_an_expert_parallel_graph_has_the_operators_of_the_dispatch(tmp_path: Pa
     assert dispatch.seconds > exchange_seconds > 0
     # Collectives that are no operators of the engine are not run again.
     experts = next(op for op in native.segments[1].operators if op.site.kind == "experts")
-    assert not experts.site.is_replayable
-    assert all(op.site.is_replayable for op in flex.segments[1].operators if op.site.kind == "experts")
+    assert not experts.site.is_recomputable
+    assert all(op.site.is_recomputable for op in flex.segments[1].operators if op.site.kind == "experts")
 
 
 def test_rows_by_dispatch() -> None:

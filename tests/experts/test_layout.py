@@ -22,13 +22,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flex_trainer.cost.load import EVEN
-from flex_trainer.experts.layout import Layout, Outgoing, ReplayVote
+from flex_trainer.experts.layout import Layout, Outgoing, RecomputeVote
 from flex_trainer.models.routing import Routing
 
 Choice = Sequence[Sequence[int]]
 """The experts of each token of a rank."""
 DRAWN = ([[0, 1], [2, 1], [2, 3]], [[0, 3], [3, 2]])
-YES, MAYBE, NO, BOTH = ReplayVote(True, False), ReplayVote(False, True), ReplayVote(), ReplayVote(True, True)
+YES, MAYBE, NO, BOTH = (
+    RecomputeVote(True, False),
+    RecomputeVote(False, True),
+    RecomputeVote(),
+    RecomputeVote(True, True),
+)
 NEEDS = list(itertools.product((False, True), repeat=2))
 
 
@@ -41,7 +46,7 @@ def layouts(
     choices: Sequence[Choice],
     num_local_experts: int = 2,
     num_top_k: int = 2,
-    votes: Sequence[ReplayVote] | None = None,
+    votes: Sequence[RecomputeVote] | None = None,
     needs: Sequence[tuple[bool, bool]] | None = None,
 ) -> list[Layout]:
     """Of all ranks, each from what all have told it."""
@@ -84,10 +89,10 @@ def test_both_sides_of_the_exchange() -> None:
 
 
 @pytest.mark.parametrize("votes", list(itertools.product((YES, MAYBE, NO, BOTH), repeat=2)))
-def test_a_replay_needs_all_ranks(votes: tuple[ReplayVote, ReplayVote]) -> None:
+def test_a_recompute_needs_all_ranks(votes: tuple[RecomputeVote, RecomputeVote]) -> None:
     for layout in layouts(DRAWN, votes=votes):
-        assert layout.is_replay_agreed == (set(votes) <= {YES, BOTH})
-        assert layout.is_replay_acceptable == (NO not in votes)
+        assert layout.is_recompute_agreed == (set(votes) <= {YES, BOTH})
+        assert layout.is_recompute_acceptable == (NO not in votes)
 
 
 @pytest.mark.parametrize("needs", list(itertools.product(NEEDS, repeat=2)))
@@ -139,7 +144,7 @@ def test_an_even_layout(num_top_k: int, num_ranks: int, sizes: tuple[int, ...]) 
     assert (even.num_pairs, even.num_all_pairs) == (3 * num_top_k, 3 * num_top_k * num_ranks)
     assert even.sent_tokens.shape == (sum(sizes),) and even.sent_tokens.dtype == torch.int64
     assert even.expert_counts.shape == even.offsets.shape == (5,)
-    assert not even.is_replay_agreed and not even.is_replay_acceptable
+    assert not even.is_recompute_agreed and not even.is_recompute_acceptable
     # Loads are relative to it.
     routing = Routing.exchanged(even)
     assert (routing.load, routing.tokens_ratio) == (EVEN, 1.0)

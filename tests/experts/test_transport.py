@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flex_trainer.experts.autograd import combine, dispatch
 from flex_trainer.experts.handover import WaitHere
-from flex_trainer.experts.layout import Layout, Outgoing, ReplayVote
+from flex_trainer.experts.layout import Layout, Outgoing, RecomputeVote
 from flex_trainer.experts.transport import AllToAll
 
 NUM_TOKENS, NUM_TOP_K, WIDTH = 24, 2, 5
@@ -51,7 +51,7 @@ def layout_of(num_ranks: int, rank: int) -> tuple[Layout, torch.Tensor]:
     generator = torch.Generator().manual_seed(num_ranks)
     index = torch.stack([torch.randperm(num_ranks, generator=generator)[:NUM_TOP_K] for _ in range(NUM_TOKENS)])
     outgoing = Outgoing.of(index, num_local_experts=1, num_ranks=num_ranks)
-    return Layout.of(outgoing, outgoing.header(ReplayVote())), index
+    return Layout.of(outgoing, outgoing.header(RecomputeVote())), index
 
 
 @pytest.mark.parametrize(("num_ranks", "rank"), [(2, 0), (2, 1), (4, 2), (16, 0), (16, 15)])
@@ -88,7 +88,7 @@ def test_no_token_comes_twice_in_one_turn() -> None:
     for num_ranks in (1, 2, 4, 16):
         index = torch.stack([torch.randperm(16)[:NUM_TOP_K] for _ in range(NUM_TOKENS)])
         outgoing = Outgoing.of(index, num_local_experts=16 // num_ranks, num_ranks=num_ranks)
-        layout = Layout.of(outgoing, outgoing.header(ReplayVote()))
+        layout = Layout.of(outgoing, outgoing.header(RecomputeVote()))
         assert len(layout.turn_sizes) == min(num_ranks, NUM_TOP_K) and sum(layout.turn_sizes) == sum(layout.sent_sizes)
         assert sorted(layout.turns.tolist()) == list(range(sum(layout.sent_sizes)))
         for turn in layout.turns.split(layout.turn_sizes):

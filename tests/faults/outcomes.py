@@ -60,8 +60,8 @@ class Outcome:
         return sum(sum(ledger.freed_bytes.values()) for ledger in self.ledgers)
 
     @property
-    def num_replays(self) -> int:
-        return sum(ledger.num_replays for ledger in self.ledgers)
+    def num_recomputes(self) -> int:
+        return sum(ledger.num_recomputes for ledger in self.ledgers)
 
 
 def outcome(model: nn.Module, body: Body, choose: Choose | None = None, *, seed: int = 0) -> Outcome:

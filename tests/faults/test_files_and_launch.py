@@ -91,7 +91,7 @@ def test_rows_of_other_ranks_are_masked_before_any_sum_or_scale(
         else:
             assert torch.equal(got, wanted)
     if strategy is Strategy.QUANTIZE:
-        assert ledger.freed_bytes["quantize"] > 0  # masked rows are zeros, so the others can be quantised
+        assert ledger.freed_bytes["quantize"] > 0  # masked rows are zeros, so the others can be quantized
 
 
 def _store() -> Any:

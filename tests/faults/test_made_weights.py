@@ -1,4 +1,4 @@
-"""Weights that are made when they are read: adapters on fused experts, parametrizations, dequantised 4-bit weights."""
+"""Weights that are made when they are read: adapters on fused experts, parametrizations, dequantized 4-bit weights."""
 
 from __future__ import annotations
 

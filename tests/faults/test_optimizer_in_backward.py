@@ -80,7 +80,7 @@ class Two(nn.Module):
 
 
 def written(names: tuple[str, ...], read: Callable[[Two, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Gradient through a part of a module of which some parameters are written before its replay."""
+    """Gradient through a part of a module of which some parameters are written before its recompute."""
     torch.manual_seed(0)
     module, x = Two(), torch.randn(4, 8, requires_grad=True)
     everything = ByFunction(lambda site: Strategy.RECOMPUTE)

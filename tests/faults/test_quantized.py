@@ -199,7 +199,7 @@ def test_live_bytes_fall_by_what_is_claimed() -> None:
 
 
 @pytest.mark.parametrize("order", ["holder first", "holder last"])
-def test_an_original_that_somebody_else_holds_is_not_claimed_as_freed(order: str) -> None:
+def test_an_original_that_is_held_elsewhere_is_not_claimed_as_freed(order: str) -> None:
     """33: a value that is held as it is by one consumer gains nothing in 8 bits: two forms are never held when the
     holder came first, and what is counted as held is what is alive."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)

@@ -29,7 +29,7 @@ from tests.faults.outcomes import STRATEGIES, Forward, outcome
 from tests.faults.small_scopes import ALL, A, B, assert_equal_or_near, leaf, scope_of
 from tests.runtime_steps import without_forecast
 
-# 19: branches that nobody asks for
+# 19: branches that backward does not reach
 
 
 def unused_expert(model: Any) -> None:

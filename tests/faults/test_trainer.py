@@ -88,7 +88,7 @@ def trainer_on(
 
 
 class OwnLoss:
-    """compute_loss as people override it: with the labels taken out, and num_items_in_batch obeyed."""
+    """compute_loss as users override it: with the labels taken out, and num_items_in_batch obeyed."""
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -347,8 +347,8 @@ def test_a_compiled_layer_is_right_or_refused() -> None:
             assert_same(outcome(model, body, STRATEGIES[name]), plain, name)
 
 
-def test_an_operator_that_takes_another_path_on_replay_is_reported() -> None:
-    """41: a graph that changes between the first run and the replay ends in an error that names the operator."""
+def test_an_operator_that_takes_another_path_on_recompute_is_reported() -> None:
+    """41: a graph that changes between the first run and the recomputation ends in an error that names the operator."""
 
     class Warming(nn.Module):
         def __init__(self, inside: nn.Module) -> None:
@@ -469,7 +469,7 @@ def test_fused_experts_are_found_in_every_family() -> None:
         with instrumented(model):
             for kind in kinds:
                 got = outcome(model, body, lambda site, k=kind: Strategy.RECOMPUTE if site.kind == k else Strategy.KEEP)
-                assert got.num_replays > 0, (architecture, kind)
+                assert got.num_recomputes > 0, (architecture, kind)
 
 
 def test_a_model_without_anything_to_manage_is_refused_with_what_it_has() -> None:

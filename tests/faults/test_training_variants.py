@@ -1,4 +1,4 @@
-"""Ways people train, each under every strategy: losses, gradients and the random stream are those of plain training."""
+"""Ways to train, each under every strategy: losses, gradients and the random stream are those of plain training."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def evaluation_between_forward_and_backward() -> Case:
         model.eval()
         with torch.no_grad():
             evaluated = forward(**batch(model, seed=5)).loss
-        loss.backward()  # in evaluation mode: a replay must still draw its dropout
+        loss.backward()  # in evaluation mode: a recomputation must still draw its dropout
         model.train()
         return [loss, evaluated]
 

@@ -193,7 +193,7 @@ def test_a_change_in_place_before_saving_is_right(change: str, strategy: Strateg
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_change_of_an_operators_input_after_it_ran_raises(strategy: Strategy) -> None:
-    """30: the input of an operator whose inner values were dropped is changed afterwards: no replay from other
+    """30: the input of an operator whose inner values were dropped is changed afterwards: no recomputation from other
     numbers."""
     x = leaf(6, 8)
     scope = scope_of(lambda site: strategy if site.name == "b" else Strategy.KEEP)
@@ -208,7 +208,7 @@ def test_a_change_of_an_operators_input_after_it_ran_raises(strategy: Strategy) 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_in_place_activations_inside_a_model_are_right(name: str) -> None:
-    """30: legal changes in place, of tensors nobody saved yet: a residual added with +=, an in-place SiLU."""
+    """30: legal changes in place, of tensors not saved yet: a residual added with +=, an in-place SiLU."""
 
     class InPlace(nn.Module):
         def __init__(self, inside: nn.Module) -> None:

@@ -217,7 +217,9 @@ def check_pinned_bound(run: Run) -> None:
     with warnings.catch_warnings(record=True) as caught, instrumented(run.model):
         warnings.simplefilter("always")
         step = engine_step(run, lambda site: Strategy.OFFLOAD, torch.bfloat16, store)
-    assert any("pinned host memory" in str(warning.message) for warning in caught), "nobody said which pool was full"
+    assert any("pinned host memory" in str(warning.message) for warning in caught), (
+        "no warning said which pool was full"
+    )
     assert 0 < tier.pinned_bytes <= bound_bytes
     pinned_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before_bytes
     assert pinned_bytes <= bound_bytes + 2 * MIB, (

@@ -52,7 +52,7 @@ CHOICES: dict[str, Choose] = {
     "offload everything": lambda site: OFFLOAD,
     "mixed": mixed,
 }
-"""Exact ones: all but quantise."""
+"""Exact ones: all but quantize."""
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_routing_is_decided_once(architecture: str):
         routers = [operator for operator in model_map.operators if operator.site.kind == "router"]
         assert routers
         for operator in routers:
-            assert not operator.site.is_replayable
+            assert not operator.site.is_recomputable
             for part in operator.module.modules():
                 part.register_forward_hook(count(operator.site.name))
         num_parts = {operator.site.name: len(list(operator.module.modules())) for operator in routers}
@@ -189,7 +189,7 @@ def test_every_other_architecture(architecture: str):
         everything = train_step(model, batch, CHOICES["recompute everything"])
         assert_same_step(everything, plain)
         assert_same_step(train_step(model, batch, mixed), plain)
-    assert everything.ledger.num_replays > 0
+    assert everything.ledger.num_recomputes > 0
 
 
 def test_strategies_may_change_while_forward_runs():

@@ -65,7 +65,7 @@ def test_auto_leaves_room_outside_of_tensors(meter: CudaMeter):
 
 
 def test_windows_never_reset_the_counter_and_do_not_see_earlier_peaks(meter: CudaMeter, cuda: FakeCuda):  # noqa: F811
-    cuda.peak = 50 * GIB  # of an evaluation before, or of somebody else's measurement
+    cuda.peak = 50 * GIB  # of an evaluation before, or of another measurement
     meter.start_window()
     cuda.allocated = 14 * GIB
     meter.sample()

@@ -59,7 +59,7 @@ def test_a_peak_between_samples_is_seen_by_the_sampler_or_the_high_water_mark() 
     meter.start_window()
     before = meter.in_use_bytes()
     tensor = torch.ones(64 * MIB // 4)
-    time.sleep(0.1)  # nobody calls sample()
+    time.sleep(0.1)  # sample() is not called
     del tensor
     assert meter.peak_bytes() - before > 56 * MIB
     meter.end_window()

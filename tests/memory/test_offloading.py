@@ -38,7 +38,7 @@ def test_the_pool_is_this_processes_part_of_the_host(host: FakeDevice, monkeypat
     assert offloading._pinned_bound_bytes() == GIB // 2
 
 
-def test_on_cuda_the_end_of_forward_waits_for_nobody(host: FakeDevice):
+def test_on_cuda_the_end_of_forward_does_not_wait(host: FakeDevice):
     service = OffloadService(FlexConfig(strategies=("offload",)), CUDA, GIB)
     assert service.store().max_in_flight_bytes == int(0.02 * GIB)
     ledger = Ledger()

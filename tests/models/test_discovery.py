@@ -60,7 +60,7 @@ def test_counts(architecture: str):
 
 
 @pytest.mark.parametrize("architecture", all_moe_architectures())
-def test_every_architecture_has_experts_and_routers_that_are_not_replayed(architecture: str):
+def test_every_architecture_has_experts_and_routers_that_are_not_recomputed(architecture: str):
     with torch.device("meta"):
         model_map = discover(tiny_model(architecture))
     kinds = kinds_of(model_map)
@@ -73,7 +73,7 @@ def test_every_architecture_has_experts_and_routers_that_are_not_replayed(archit
     for operator in model_map.operators:
         inside = {part for part in operator.module.modules() if part is not operator.module}
         routers = {other.module for other in model_map.operators if other.site.kind == "router"}
-        if operator.site.is_replayable:
+        if operator.site.is_recomputable:
             assert operator.site.kind != "router" and not inside & routers, operator.site.name
 
 
@@ -81,21 +81,21 @@ def test_router_and_experts_in_the_layer_itself():
     model_map = discover(tiny_model("gemma4_text"))
     routers = [operator.site for operator in model_map.operators if operator.site.kind == "router"]
     assert [site.name for site in routers] == [f"model.layers.{number}.router" for number in range(NUM_LAYERS)]
-    assert not any(site.is_replayable for site in routers)
+    assert not any(site.is_recomputable for site in routers)
 
 
 @pytest.mark.parametrize("architecture", ["llama4_text", "jetmoe", "longcat_flash"])
 def test_mixtures_without_a_plan_keep_their_routing(architecture: str):
-    """Experts that neither a plan nor an interface names: the block that holds the router is not replayed."""
+    """Experts that neither a plan nor an interface names: the block that holds the router is not recomputed."""
     with torch.device("meta"):
         model = tiny_model(architecture)
     assert not list(find_experts(model))
     operators = discover(model).operators
     routers = [operator for operator in operators if operator.site.kind == "router"]
-    assert routers and not any(operator.site.is_replayable for operator in routers)
+    assert routers and not any(operator.site.is_recomputable for operator in routers)
     for operator in operators:
         if any("router" in name for name, _ in operator.module.named_modules()):
-            assert not operator.site.is_replayable, operator.site.name
+            assert not operator.site.is_recomputable, operator.site.name
 
 
 def test_norms_in_a_list_are_norms():

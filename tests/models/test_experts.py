@@ -53,7 +53,8 @@ def test_equal_to_the_undivided_forward(architecture: str, routing: str):
 
 
 def test_operators_run_in_order_and_hold_no_input():
-    """What a replay keeps of an operator must not keep the block's input alive: a producer may have dropped it."""
+    """What a recomputation keeps of an operator must not keep the block's input alive: a producer may have dropped
+    it."""
     experts = next(iter(find_experts(tiny_model("qwen3_moe"))))
     ran: list[str] = []
     functions: list[Callable[..., Any]] = []

@@ -63,7 +63,7 @@ def test_remove_restores_everything():
 
 
 def test_what_was_replaced_before_is_called_and_given_back():
-    """Expert parallelism, quantisation and others replace `forward` on the instance as well."""
+    """Expert parallelism, quantization and others replace `forward` on the instance as well."""
     model = tiny_model("qwen3_moe")
     batch = batch_for(model)
     plain = train_step(model, batch)
@@ -104,7 +104,7 @@ def test_two_models_at_once():
         assert_same_step(step, plain[0])
         assert {"attention_core", "expert_up"} <= {
             call.site.kind for call in step.trace.calls
-        } or step.ledger.num_replays
+        } or step.ledger.num_recomputes
     assert traces_of(first) == traces_of(second) == traces_of(third) == []
 
 
@@ -210,10 +210,10 @@ def test_a_block_that_fills_a_cache_is_kept():
     with instrumented(model):
         step = train_step(model, batch, lambda site: RECOMPUTE if site.kind == "attention" else KEEP)
         assert_same_step(step, plain)
-        assert step.ledger.num_replays == 0
+        assert step.ledger.num_recomputes == 0
         batch["use_cache"] = False
         assert (
-            train_step(model, batch, lambda site: RECOMPUTE if site.kind == "attention" else KEEP).ledger.num_replays
+            train_step(model, batch, lambda site: RECOMPUTE if site.kind == "attention" else KEEP).ledger.num_recomputes
             == 3
         )
 
@@ -258,10 +258,10 @@ def test_buffers_that_stay_as_they_are_cost_one_forward():
         first, second = (train_step(model, batch, everything) for _ in range(2))
     assert_same_step(first, plain)
     assert_same_step(second, plain)
-    for step, is_replayable in ((first, False), (second, True)):
+    for step, is_recomputable in ((first, False), (second, True)):
         # Layer 1 has linear attention, with decays in buffers; the others have none.
         sites = {call.site.layer: call.site for call in step.trace.calls if call.site.kind == "attention"}
-        assert {layer: site.is_replayable for layer, site in sites.items()} == {0: True, 1: is_replayable, 2: True}
+        assert {layer: site.is_recomputable for layer, site in sites.items()} == {0: True, 1: is_recomputable, 2: True}
 
 
 @pytest.mark.parametrize("choose", CHOICES)

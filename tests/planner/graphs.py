@@ -25,7 +25,7 @@ def segments(draw: st.DrawFn, layer: int) -> Segment:
         kind = draw(st.sampled_from(("block", *KINDS, "router")))
         parent = -1 if kind == "block" else draw(st.sampled_from((-1, open_block)))
         inputs = tuple(sorted(draw(st.sets(st.integers(0, len(values) - 1), min_size=1, max_size=2))))
-        site = Site(f"l{layer}.o{index}", kind, layer, is_block=kind == "block", is_replayable=kind != "router")
+        site = Site(f"l{layer}.o{index}", kind, layer, is_block=kind == "block", is_recomputable=kind != "router")
         operators.append(Operator(site, parent, inputs, draw(st.integers(0, 50)) * 1e-4, MOVED_BYTES, MOVED_BYTES))
         if kind == "block":
             open_block = index
@@ -58,25 +58,25 @@ def held_by_brute_force(segment: Segment, choice: Mapping[int, Strategy], moves_
         """The outermost enclosing operator that is recomputed."""
         found = None
         while index >= 0:
-            if choice.get(index) is Strategy.RECOMPUTE and operators[index].site.is_replayable:
+            if choice.get(index) is Strategy.RECOMPUTE and operators[index].site.is_recomputable:
                 found = index
             index = operators[index].parent
         return found
 
-    def is_replayed(region: int) -> bool:
+    def is_recomputed(region: int) -> bool:
         """Something that lies in the region is asked for in backward."""
         mine = [i for i, value in enumerate(values) if value.owner >= 0 and region_of(value.owner) == region]
-        return any(values[i].savers or is_taken_by_a_replay(i, other_than=region) for i in mine)
+        return any(values[i].savers or is_taken_by_a_recompute(i, other_than=region) for i in mine)
 
-    def is_taken_by_a_replay(number: int, other_than: int | None) -> bool:
+    def is_taken_by_a_recompute(number: int, other_than: int | None) -> bool:
         regions = {region_of(index) for index in range(len(operators))} - {None, other_than}
-        return any(r is not None and number in operators[r].inputs and is_replayed(r) for r in regions)
+        return any(r is not None and number in operators[r].inputs and is_recomputed(r) for r in regions)
 
     total = 0
     for number, value in enumerate(values):
         if value.owner >= 0 and region_of(value.owner) is not None:
-            continue  # dropped; comes back with the replay
-        if not value.savers and not is_taken_by_a_replay(number, other_than=None):
+            continue  # dropped; comes back with the recomputation
+        if not value.savers and not is_taken_by_a_recompute(number, other_than=None):
             continue
         strategy = choice.get(value.owner, Strategy.KEEP)
         is_large = value.num_bytes >= moves_from_bytes

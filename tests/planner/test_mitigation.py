@@ -1,4 +1,4 @@
-"""Algorithm 2 on random graphs: it fits or is the least demanding, costs nothing when not needed, and obeys."""
+"""Algorithm 2 on random graphs: it fits or is the minimum-memory, costs nothing when not needed, and obeys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_plan_obeys_its_limits(graph: ActivationGraph, allowed: tuple[Strategy, 
     sites = {op.site.name: op.site for segment in graph.segments for op in segment.operators}
     assert plan.fits == (plan.peak_bytes <= available_bytes)
     assert set(plan.strategies.values()) <= set(allowed)
-    assert all(sites[name].is_replayable for name, s in plan.strategies.items() if s is RECOMPUTE)
+    assert all(sites[name].is_recomputable for name, s in plan.strategies.items() if s is RECOMPUTE)
     assert all(sites[name].kind != "router" for name, s in plan.strategies.items() if s is QUANTIZE)
     assert 0 <= plan.predicted_bytes <= plan.peak_bytes
     again = planner(graph, allowed).evaluated(plan.strategies)
@@ -88,7 +88,7 @@ def uniform(graph: ActivationGraph, allowed: tuple[Strategy, ...], strategy: Str
     fixed = {}
     for segment in graph.segments:
         for op in segment.operators:
-            may = op.site.is_replayable if strategy is RECOMPUTE else strategy is OFFLOAD or op.site.kind != "router"
+            may = op.site.is_recomputable if strategy is RECOMPUTE else strategy is OFFLOAD or op.site.kind != "router"
             fixed[op.site.name] = strategy if may else Strategy.KEEP
     return planner(graph, allowed).plan(2**60, fixed=fixed)
 
@@ -120,7 +120,7 @@ def everything_costs(graph: ActivationGraph) -> float:
     rates = Rates()
     total = 0.0
     for segment in graph.segments:
-        total += sum(op.seconds + rates.replay_overhead_seconds for op in segment.operators)
+        total += sum(op.seconds + rates.recompute_overhead_seconds for op in segment.operators)
         total += sum(max(rates.moved(s, v.num_bytes) for s in (OFFLOAD, QUANTIZE)) for v in segment.values)
     return total
 
@@ -128,7 +128,7 @@ def everything_costs(graph: ActivationGraph) -> float:
 @settings(max_examples=40, deadline=None)
 @given(graph=graphs(), share=st.floats(0, 1), data=st.data())
 def test_what_has_run_stays_as_it_ran(graph: ActivationGraph, share: float, data: st.DataObject) -> None:
-    names = [op.site.name for segment in graph.segments for op in segment.operators if op.site.is_replayable]
+    names = [op.site.name for segment in graph.segments for op in segment.operators if op.site.is_recomputable]
     ran = names[: data.draw(st.integers(0, len(names)))]
     fixed = {name: data.draw(st.sampled_from((Strategy.KEEP, *ALL))) for name in ran}
     plan = planner(graph).plan(share_of_demand(graph, share), fixed=fixed)
@@ -212,7 +212,7 @@ def test_gradients_that_backward_allocates_leave_less_room() -> None:
     assert plan.demand_peak_bytes > demand_bytes
 
 
-def test_a_value_that_replays_share_is_counted_once() -> None:
+def test_a_value_that_recomputes_share_is_counted_once() -> None:
     def layer(number: int) -> Segment:
         site = Site(f"{number}.core", "attention_core", number)
         return Segment(number, (Operator(site, -1, (), 1e-4, 0, 0, shared_inputs=(0,)),), (Value(0, 900_000, (0,)),))

@@ -179,9 +179,9 @@ def test_noise_in_measured_times_does_not_pick_layers() -> None:
         operators=tuple(replace(op, seconds=op.seconds * 0.5) for op in graph.segments[1].operators),
     )
     uneven = replace(graph, segments=(graph.segments[0], noisy, graph.segments[2]))
-    every = MitigationPlanner(uneven, (RECOMPUTE,), Rates(replay_overhead_seconds=0.0)).uniform(RECOMPUTE)
-    equal = MitigationPlanner(graph, (RECOMPUTE,), Rates(replay_overhead_seconds=0.0)).uniform(RECOMPUTE)
+    every = MitigationPlanner(uneven, (RECOMPUTE,), Rates(recompute_overhead_seconds=0.0)).uniform(RECOMPUTE)
+    equal = MitigationPlanner(graph, (RECOMPUTE,), Rates(recompute_overhead_seconds=0.0)).uniform(RECOMPUTE)
     outside = evaluate(
-        graph.segments[2], dict.fromkeys(range(4), RECOMPUTE), Rates(replay_overhead_seconds=0.0)
+        graph.segments[2], dict.fromkeys(range(4), RECOMPUTE), Rates(recompute_overhead_seconds=0.0)
     ).added_seconds
     assert every.added_seconds - outside == pytest.approx(0.75 * (equal.added_seconds - outside))

@@ -116,7 +116,7 @@ def test_what_hangs_on_the_copy_itself_is_only_warned_of(caplog: pytest.LogCaptu
     layer = model.model.layers[0].mlp
 
     class Caching(type(layer)):
-        @functools.lru_cache  # noqa: B019 - keeps every module it was asked for, as people write it
+        @functools.lru_cache  # noqa: B019 - keeps every module it was asked for, as users write it
         def scale(self, size: int) -> torch.Tensor:
             return torch.ones(size)
 

@@ -37,8 +37,8 @@ def routing(
         count=lambda: None,
         load=load,
         tokens_ratio=tokens_ratio,
-        is_replay_agreed=is_agreed,
-        is_replay_acceptable=is_acceptable,
+        is_recompute_agreed=is_agreed,
+        is_recompute_acceptable=is_acceptable,
     )
 
 
@@ -63,7 +63,7 @@ def test_before_anything_is_known_loads_are_even() -> None:
     recent = RecentLoads()
     assert recent.expected == EXPECTED == Expected(EVEN, frozenset())
     recent.learn(Loads())  # all experts are on one rank
-    recent.learn(noted(routing(tokens_ratio=0.0)))  # nobody had a token
+    recent.learn(noted(routing(tokens_ratio=0.0)))  # no rank had a token
     assert recent.expected == EXPECTED
 
 
@@ -155,7 +155,7 @@ def test_expected_agreement_outlives_a_new_load() -> None:
     ("strategy", "is_agreed", "expected"),
     [(Strategy.RECOMPUTE, False, True), (Strategy.RECOMPUTE, True, False), (Strategy.KEEP, False, False)],
 )
-def test_a_replay_that_the_ranks_did_not_agree_to(strategy: Strategy, is_agreed: bool, expected: bool) -> None:
+def test_a_recompute_that_the_ranks_did_not_agree_to(strategy: Strategy, is_agreed: bool, expected: bool) -> None:
     plan = Plan({ep_block(experts(0)).name: strategy})
     loads = Loads(Expected(EVEN, frozenset({0})))
     assert needs_replan(loads, 0, routing(is_agreed=is_agreed), plan) is expected
@@ -192,17 +192,17 @@ def graph() -> ActivationGraph:
     return ActivationGraph(tuple(segments))
 
 
-def replayed_layers(known: ActivationGraph) -> list[int]:
-    """Layers whose dispatch a plan may replay."""
-    return [segment.layer for segment in known.segments if segment.operators[0].site.is_replayable]
+def recomputed_layers(known: ActivationGraph) -> list[int]:
+    """Layers whose dispatch a plan may recompute."""
+    return [segment.layer for segment in known.segments if segment.operators[0].site.is_recomputable]
 
 
-def with_replays(known: ActivationGraph) -> ActivationGraph:
+def with_recomputes(known: ActivationGraph) -> ActivationGraph:
     """The same graph, if all ranks agreed in all layers."""
     segments = []
     for segment in known.segments:
         block, *others = segment.operators
-        block = replace(block, site=replace(block.site, is_replayable=True))
+        block = replace(block, site=replace(block.site, is_recomputable=True))
         segments.append(replace(segment, operators=(block, *others)))
     return replace(known, segments=tuple(segments))
 
@@ -210,16 +210,16 @@ def with_replays(known: ActivationGraph) -> ActivationGraph:
 def test_agreement_is_still_expected_of_later_layers_only() -> None:
     everywhere = Expected(EVEN, frozenset({0, 1, 2}))
     loads = noted(routing(is_agreed=True), routing(), expected=everywhere)
-    assert replayed_layers(loads.graph(graph(), up_to_layer=1)) == [0, 2]
-    assert replayed_layers(loads.graph(graph())) == [0]
+    assert recomputed_layers(loads.graph(graph(), up_to_layer=1)) == [0, 2]
+    assert recomputed_layers(loads.graph(graph())) == [0]
     nowhere = noted(routing(is_agreed=True), routing())
-    assert replayed_layers(nowhere.graph(graph(), up_to_layer=1)) == [0]
+    assert recomputed_layers(nowhere.graph(graph(), up_to_layer=1)) == [0]
 
 
 def test_sizes_follow_what_has_come_and_then_what_is_expected() -> None:
     loads = noted(routing(1.5, 0.5), routing(0.25, 0.125), expected=Expected(Load(1.25, 0.75)))
     known = loads.graph(graph(), up_to_layer=1)
     scaled = graph().with_loads({0: Load(1.5, 0.5), 1: Load(0.25, 0.125), 2: Load(1.25, 0.75)})
-    assert with_replays(known) == scaled
+    assert with_recomputes(known) == scaled
     assert [segment.values[0].num_bytes for segment in known.segments] == [2048, 512, 3072]  # rows
     assert [segment.values[2].num_bytes for segment in known.segments] == [6144, 1024, 5120]  # pairs

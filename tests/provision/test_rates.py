@@ -29,7 +29,7 @@ from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
 
 MIB = 2**20
-PROBE = Rates(offload=Roofline(100e-6, 1e9), quantize=Roofline(50e-6, 2e9), replay_overhead_seconds=60e-6)
+PROBE = Rates(offload=Roofline(100e-6, 1e9), quantize=Roofline(50e-6, 2e9), recompute_overhead_seconds=60e-6)
 
 
 def line(count: float, num_bytes: float, overhead_seconds: float = 400e-6, bytes_per_second: float = 0.25e9) -> float:
@@ -158,7 +158,7 @@ class TestLearntRates:
                 )
             )
         rates = learnt.rates
-        recompute_seconds = 50 * rates.replay_overhead_seconds + 0.05 * rates.recompute_factor
+        recompute_seconds = 50 * rates.recompute_overhead_seconds + 0.05 * rates.recompute_factor
         assert recompute_seconds == pytest.approx(0.1, rel=0.2)
         assert rates.offload.seconds(50 * MIB) == pytest.approx(line(1, 50 * MIB), rel=0.2)
         assert rates.quantize.seconds(50 * MIB) == pytest.approx(3 * PROBE.quantize.seconds(50 * MIB), rel=0.2)
@@ -190,7 +190,7 @@ class TestLearntRates:
             )
             published.append(learnt.rates)
         assert len(set(published[20:])) <= 2
-        planned_seconds = 10 * learnt.rates.replay_overhead_seconds + 0.5 * learnt.rates.recompute_factor
+        planned_seconds = 10 * learnt.rates.recompute_overhead_seconds + 0.5 * learnt.rates.recompute_factor
         plan = Plan({"a": Strategy.RECOMPUTE}, added_seconds=planned_seconds, recompute_seconds=planned_seconds)
         assert learnt.added_seconds(plan) == pytest.approx(0.5 * slower, rel=0.15)  # what is predicted follows
 
@@ -334,12 +334,12 @@ def test_recompute_is_measured_on_the_host() -> None:
     times = make_step_times()
     for _ in range(10):
         ledger = Ledger()
-        ledger.num_replays, ledger.recompute_seconds = 20, 0.2
+        ledger.num_recomputes, ledger.recompute_seconds = 20, 0.2
         rates = times.rates
-        seconds = 20 * rates.replay_overhead_seconds + rates.recompute_factor * 0.0988
+        seconds = 20 * rates.recompute_overhead_seconds + rates.recompute_factor * 0.0988
         plan = Plan({"a": Strategy.RECOMPUTE}, added_seconds=seconds, recompute_seconds=seconds)
         times.learn(Ran(BatchShape(1, 1000), plan, rates, ledger, FakeStopwatch(3.2)))
-    found = 20 * times.rates.replay_overhead_seconds + times.rates.recompute_factor * 0.0988
+    found = 20 * times.rates.recompute_overhead_seconds + times.rates.recompute_factor * 0.0988
     assert found == pytest.approx(0.2, rel=0.15)
     assert times.plain_seconds(BatchShape(1, 1000)) == pytest.approx(3.0, rel=0.02)
 

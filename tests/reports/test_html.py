@@ -118,7 +118,7 @@ def test_no_records_says_so():
 def test_one_record_without_spikes():
     page = Page(render_report([make_record(0)], LIMIT_BYTES, {}))
     assert "There was none." in page.text
-    assert "No activation was recomputed, offloaded or quantised." in page.text
+    assert "No activation was recomputed, offloaded or quantized." in page.text
 
 
 def test_a_long_run_stays_small_and_keeps_its_worst():

@@ -29,7 +29,7 @@ AMPLE = FlexConfig(BASE_BYTES + 50_000_000)
 
 def with_steady_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are then made anew for other reasons than what mitigations cost."""
-    monkeypatch.setattr(OffloadService, "_replay_overhead_seconds", lambda _: 60e-6)
+    monkeypatch.setattr(OffloadService, "_recompute_overhead_seconds", lambda _: 60e-6)
     monkeypatch.setattr(LearntRates, "observe", lambda *_: None)
 
 

@@ -1,4 +1,4 @@
-"""One micro-batch from budget to backward, in every order in which people run forwards and backwards."""
+"""One micro-batch from budget to backward, in every order of forwards and backwards."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_forward_without_backward_teaches_nothing(model: PreTrainedModel) -> Non
     runtime = attached(model)
     without_forecast(runtime)
     for seed in range(3):
-        loss_of(model, seed)  # under grad, and thrown away: scoring by somebody who forgot no_grad
+        loss_of(model, seed)  # under grad, and thrown away: scoring without no_grad
     assert runtime.records == [] and len(runtime.in_flight) <= 1
     step(runtime, model)
     assert len(runtime.records) == 1 and runtime.records[0].is_profile

@@ -1,4 +1,4 @@
-"""A step that runs out of memory is taken back and run again; one that cannot be says why."""
+"""A step that runs out of memory is rolled back and retried; one that cannot be says why."""
 
 from __future__ import annotations
 

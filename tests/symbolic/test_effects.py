@@ -190,7 +190,7 @@ def test_a_mode_of_ones_own_is_found() -> None:
 
 
 def test_recorded_choices_are_handed_out_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Router replay: choices that were recorded elsewhere come in the order of calls, one for each call."""
+    """Router recompute: choices that were recorded elsewhere come in the order of calls, one for each call."""
 
     def weights(*, is_managed: bool, patch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         model: Any = tiny_model("mixtral", num_hidden_layers=2)

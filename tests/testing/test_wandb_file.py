@@ -19,7 +19,7 @@ def alert(text: str) -> bytes:
 
 
 def write_run_file(path: Path, records: list[bytes]) -> None:
-    """Write `records` cut into chunks at the ends of blocks (the checksums are left out, nobody reads them here)."""
+    """Write `records` cut into chunks at the ends of blocks (the checksums are left out, they are not read here)."""
     content = bytearray(b":W&B" + bytes(3))
     for record in records:
         is_first = True

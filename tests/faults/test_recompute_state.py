@@ -1,4 +1,4 @@
-"""Known faults of replays: other random numbers, state made lazily, side effects that happen twice."""
+"""Known faults of recomputations: other random numbers, state made lazily, side effects that happen twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fake_meter import BASE_BYTES, with_fake_meter
 from tests.faults.outcomes import EXACT, STRATEGIES, Forward, assert_same, outcome
 from tests.faults.small_models import one_step, small
 
-REPLAYING = ("recompute operators", "recompute blocks", "mixed")
+RECOMPUTING = ("recompute operators", "recompute blocks", "mixed")
 
 
 # 12, 14: random numbers
@@ -46,8 +46,8 @@ class KeepsItsNoise(nn.Module):
 
 @pytest.mark.parametrize("as_buffer", [False, True], ids=["attribute", "buffer"])
 def test_state_made_lazily_is_as_the_first_run_found_it(as_buffer: bool) -> None:
-    """14: a tensor drawn at the first call and kept. A replay that finds it there draws less than the first run did, so
-    the dropout behind it would get other numbers."""
+    """14: a tensor drawn at the first call and kept. A recomputation that finds it there draws less than the first run
+    did, so the dropout behind it would get other numbers."""
 
     def made() -> Any:
         model = small("qwen3_moe")
@@ -64,7 +64,7 @@ def test_state_made_lazily_is_as_the_first_run_found_it(as_buffer: bool) -> None
 
 
 def test_a_cache_of_positions_made_lazily_is_right() -> None:
-    """14: a table made for the longest sequence so far, made anew for a longer one, replayed for the shorter one."""
+    """14: a table made for the longest sequence so far, made anew for a longer one, recomputed for the shorter one."""
 
     class Positions(nn.Module):
         def __init__(self, inside: nn.Module) -> None:
@@ -128,7 +128,7 @@ class OwnStream(nn.Module):
 
 @pytest.mark.parametrize("source", ["generator", "python", "numpy"])
 def test_random_numbers_from_other_streams_are_drawn_alike(source: str) -> None:
-    """12: noise from a generator of the module's own, from Python's stream or numpy's: a replay draws what the
+    """12: noise from a generator of the module's own, from Python's stream or numpy's: a recomputation draws what the
     first run drew, and the stream goes on as if there had been none."""
     model = small("qwen3_moe")
     dropping = OwnStream(model.model.layers[1].self_attn.o_proj, source)
@@ -198,7 +198,7 @@ class CountsInPython(nn.Module):
 
 def test_counters_in_python_attributes_count_once() -> None:
     """13: a counter and a list that a module keeps as plain attributes grow once per micro-batch, and the counter's
-    value is the first run's during the replay."""
+    value is the first run's during the recomputation."""
     model = small("qwen3_moe")
     attention = model.model.layers[1].self_attn
     counting = attention.o_proj = CountsInPython(attention.o_proj)
@@ -220,7 +220,7 @@ def test_counters_in_python_attributes_count_once() -> None:
 @pytest.mark.parametrize("where", ["router", "experts", "block", "operator"])
 def test_hooks_of_others_run_once(where: str) -> None:
     """13: load counters and trackers of the auxiliary loss are forward hooks: once per micro-batch, whatever is
-    replayed."""
+    recomputed."""
     model = small("qwen3_moe")
     layer = model.model.layers[1]
     modules = {"router": layer.mlp.gate, "experts": layer.mlp.experts, "block": layer.mlp, "operator": layer.self_attn}
@@ -234,8 +234,8 @@ def test_hooks_of_others_run_once(where: str) -> None:
             assert fired == {"before": 1, "after": 1}, name
 
 
-def test_hooks_inside_a_replayed_block_run_once() -> None:
-    """13: a hook on a part of a block that is replayed as a whole."""
+def test_hooks_inside_a_recomputed_block_run_once() -> None:
+    """13: a hook on a part of a block that is recomputed as a whole."""
     model = small("qwen3_moe")
     fired: Counter[str] = Counter()
     model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda *_: fired.update(["after"]))

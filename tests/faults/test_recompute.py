@@ -1,4 +1,4 @@
-"""Known faults of replays: routing decided again, collectives, other dtypes, shared modules."""
+"""Known faults of recomputations: routing decided again, collectives, other dtypes, shared modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fake_meter import BASE_BYTES, with_fake_meter
 from tests.faults.outcomes import EXACT, STRATEGIES, Forward, Outcome, assert_same, outcome
 from tests.faults.small_models import MOE_FAMILIES, one_step, small
 
-REPLAYING = ("recompute operators", "recompute blocks")
+RECOMPUTING = ("recompute operators", "recompute blocks")
 
 
 def assert_close(got: Outcome, plain: Outcome, share: float) -> None:
@@ -34,14 +34,14 @@ def assert_close(got: Outcome, plain: Outcome, share: float) -> None:
 # 9, 10, 11: routing
 
 
-class NoisyOnReplay(nn.Module):
+class NoisyOnRecompute(nn.Module):
     """An operator whose second run differs from the first in the last bits, as kernels with atomic additions do."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
         self.inside = inside
         self.generator = torch.Generator().manual_seed(0)
-        self.tally = SimpleNamespace(num_noisy=0)  # of a kind that replays do not take back
+        self.tally = SimpleNamespace(num_noisy=0)  # of a kind that recomputes do not take back
 
     @property
     def num_noisy(self) -> int:
@@ -74,7 +74,7 @@ INDEX_NAMES = ("top_k_index", "router_indices", "topk_indices", "selected_expert
 
 
 def watch_routing(model: nn.Module) -> list[torch.Tensor]:
-    """The top-k indices of every call of experts, first runs and replays alike."""
+    """The top-k indices of every call of experts, first runs and recomputes alike."""
     seen: list[torch.Tensor] = []
     for experts in set(find_experts(model)):
         original = experts.forward
@@ -90,9 +90,9 @@ def watch_routing(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", MOE_FAMILIES)
-def test_near_tied_choices_are_those_of_forward_although_replays_are_noisy(architecture: str) -> None:
+def test_near_tied_choices_are_those_of_forward_although_recomputes_are_noisy(architecture: str) -> None:
     """9, 11: scores all but equal and a kernel upstream that never gives the same bits: a choice made again would be
-    another one. Experts and tokens of a replay are those of forward, and gradients differ by the noise alone."""
+    another one. Experts and tokens of a recomputation are those of forward, and gradients differ by the noise alone."""
     model = small(architecture)
     text = model.model.language_model if hasattr(model.model, "language_model") else model.model
     assert tie_routers(model) > 0
@@ -100,7 +100,7 @@ def test_near_tied_choices_are_those_of_forward_although_replays_are_noisy(archi
     for layer in text.layers:
         # The norm whose output goes to router and experts.
         norm = next(n for n, m in reversed(list(layer.named_children())) if "norm" in n and "Norm" in type(m).__name__)
-        noisy.append(NoisyOnReplay(getattr(layer, norm)))
+        noisy.append(NoisyOnRecompute(getattr(layer, norm)))
         setattr(layer, norm, noisy[-1])
     body = one_step(model)
     seen = watch_routing(model)
@@ -108,11 +108,11 @@ def test_near_tied_choices_are_those_of_forward_although_replays_are_noisy(archi
         kept = outcome(model, body, EXACT["keep"])
         in_forward = list(seen)
         assert in_forward and not any(module.num_noisy for module in noisy)
-        for name in REPLAYING:
+        for name in RECOMPUTING:
             del seen[:]
             got = outcome(model, body, EXACT[name])
             assert all(torch.equal(a, b) for a, b in zip(seen, in_forward, strict=False)), name
-            for index in seen[len(in_forward) :]:  # of replays, in whatever order
+            for index in seen[len(in_forward) :]:  # of recomputations, in whatever order
                 assert any(torch.equal(index, wanted) for wanted in in_forward), name
             assert_close(got, kept, 0.01)
         assert any(module.num_noisy for module in noisy)
@@ -122,9 +122,10 @@ def test_near_tied_choices_are_those_of_forward_although_replays_are_noisy(archi
     assert not all(torch.equal(a, b) for a, b in zip(seen, in_forward, strict=True))
 
 
-def test_ties_in_the_dispatch_order_may_fall_otherwise_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_in_the_dispatch_order_may_fall_otherwise_in_a_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     """10: a sort that orders the rows of one expert differently each time. Order and counts are handed from the first
-    run to each operator's replay; only a replay of the whole block sorts again, and then uses one layout throughout."""
+    run to each operator's recompute; only a recomputation of the whole block sorts again, and then uses one layout
+    throughout."""
     model = small("qwen3_moe")
     body = one_step(model)
     plain = outcome(model, body)
@@ -142,16 +143,16 @@ def test_ties_in_the_dispatch_order_may_fall_otherwise_in_a_replay(monkeypatch: 
         for name, per_forward in {"recompute operators": 1, "recompute blocks": 2}.items():
             num_sorts = 0
             got = outcome(model, body, EXACT[name])
-            assert num_sorts == per_forward and got.num_replays > 0
+            assert num_sorts == per_forward and got.num_recomputes > 0
             assert_close(got, plain, 1e-4)  # sums in another order, the same numbers
 
 
 # 16: collectives
 
 
-def test_replays_of_the_engine_run_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16: two ranks may replay in different orders, so nothing of the engine's own talks to other ranks: neither in
-    forward, nor in planning, nor in a replay."""
+def test_recomputes_of_the_engine_run_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16: two ranks may recompute in different orders, so nothing of the engine's own talks to other ranks: neither in
+    forward, nor in planning, nor in a recomputation."""
     import torch.distributed as dist
 
     model = small("qwen3_moe")
@@ -178,7 +179,7 @@ def test_replays_of_the_engine_run_no_collective(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_adapter_on_the_router_keeps_its_dtypes_under_autocast() -> None:
-    """17: bf16 weights, an fp32 adapter on the router and its router in fp32, all under bf16 autocast: a replay
+    """17: bf16 weights, an fp32 adapter on the router and its router in fp32, all under bf16 autocast: a recomputation
     computes in the same dtypes, so gradients are equal to the bit and of the same dtype."""
     peft = pytest.importorskip("peft")
     base = small("qwen3_moe", dtype=torch.bfloat16)
@@ -205,7 +206,7 @@ def test_an_adapter_on_the_router_keeps_its_dtypes_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("is_router_fp32", [False, True])
-def test_autocast_inside_the_model_is_replayed(is_router_fp32: bool) -> None:
+def test_autocast_inside_the_model_is_recomputed(is_router_fp32: bool) -> None:
     """17: code that switches autocast off around some of its products, as routers do, within an outer autocast."""
 
     class Own(nn.Module):
