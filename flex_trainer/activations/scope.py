@@ -203,19 +203,14 @@ class Scope:
         return self._trace
 
     @property
-    def num_traced(self) -> tuple[int, int]:
-        """Calls and values so far: nothing is waited for."""
-        return len(self._trace.calls), len(self._trace.values)
-
-    @property
     def is_traced(self) -> bool:
         """Whether all of the forward was watched, so that `trace` tells all."""
         return self.known is None and not self._unwatched
 
     @property
-    def calls(self) -> list[CallTrace]:
-        """The calls so far that were watched, without their times: nothing is waited for."""
-        return self._trace.calls
+    def num_traced(self) -> tuple[int, int]:
+        """Calls and values so far: nothing is waited for."""
+        return len(self._trace.calls), len(self._trace.values)
 
     @property
     def sites(self) -> list[Site]:

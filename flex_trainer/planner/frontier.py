@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flex_trainer.cost.compiled import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, CompiledSegment, Costs, Tables
+from flex_trainer.cost.arrays import Costs, Tables
+from flex_trainer.cost.compiled import KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, CompiledSegment
 
 _MAX_PRICES = 4
 _ON_TOP_LEVELS = 24

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODE_OF, CompiledSegment, Costs, Passed
+from flex_trainer.cost.arrays import Costs
+from flex_trainer.cost.compiled import CODE_OF, CompiledSegment, Passed
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.segment_cost import SegmentCost

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODE_OF, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE, Costs
+from flex_trainer.cost.arrays import Costs
+from flex_trainer.cost.compiled import CODE_OF, KEEP, OFFLOAD, QUANTIZE, RECOMPUTE
 from flex_trainer.cost.timeline import GradientBytes, peaks_of
 from flex_trainer.planner.choice import Choice, codes_of
 from flex_trainer.planner.graph_costs import GraphCosts

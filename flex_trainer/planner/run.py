@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CompiledSegment, Costs
+from flex_trainer.cost.arrays import Costs
+from flex_trainer.cost.compiled import CompiledSegment
 from flex_trainer.cost.graph import ActivationGraph
 from flex_trainer.cost.load import Load
 from flex_trainer.cost.roofline import Rates

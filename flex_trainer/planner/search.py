@@ -18,7 +18,8 @@ from itertools import product
 
 import numpy as np
 
-from flex_trainer.cost.compiled import CODES, EPSILON_SECONDS, KEEP, RECOMPUTE, CompiledSegment, Costs
+from flex_trainer.cost.arrays import Costs
+from flex_trainer.cost.compiled import CODES, EPSILON_SECONDS, KEEP, RECOMPUTE, CompiledSegment
 from flex_trainer.planner.frontier import Choices, Freedom, Moves, above, hull_slopes, thinned, undominated
 
 _FIRST_PRICES = np.geomspace(1e-13, 1e-6, 8)

@@ -136,7 +136,9 @@ def test_where_none_is_whole(managed: Path, tmp_path: Path) -> None:
     remove(run / "checkpoint-1" / "scheduler.pt")
     with pytest.raises(UserError, match="there is no complete one beside it"):
         check_checkpoint(run / "checkpoint-2", is_shared=False)
-    with pytest.raises(UserError, match="No valid checkpoint found.*-2 is damaged.*-1 is damaged.*scheduler.pt is missing"):
+    with pytest.raises(
+        UserError, match="No valid checkpoint found.*-2 is damaged.*-1 is damaged.*scheduler.pt is missing"
+    ):
         find_checkpoint(run, is_shared=False)
 
 
