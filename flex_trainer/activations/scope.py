@@ -80,13 +80,12 @@ class Scope:
         known: KnownForward | None = None,
         non_finite: NonFinite | None = None,
     ) -> None:
-        """`parameters`: tensors (parameters and buffers) that are only ever referred to, looked up when they are
-        needed. `residency`: where there are others, that come and go (sharded weights). `modules`: by site name, for
-        what a recomputation has to restore and check. `on_memory` is called at points where memory in use is worth
-        sampling: operator boundaries in forward, values coming back in backward. `whereabouts` is kept up to date, so
-        that an error can name the operator. `on_backward` is called with the number of each backward (see
-        `compat.current_backward`) that begins to ask for values. `non_finite`: what earlier micro-batches have found,
-        which this one adds to."""
+        """`parameters`: parameters and buffers, which are only referred to; looked up when needed.
+        `residency`: where there are others, that come and go (sharded weights). `modules`: by site name, for what a
+        recomputation restores and checks. `on_memory` is called where memory in use is worth a sample: operator
+        boundaries, values coming back. `whereabouts`: lets an error name the operator. `on_backward` gets the number of
+        each backward (`compat.current_backward`) that asks for values. `non_finite`: found by earlier micro-batches;
+        added to."""
         self.ledger = ledger
         self._demand = Demand(ledger)
         self._trace = Trace()
@@ -194,8 +193,7 @@ class Scope:
 
     @property
     def trace(self) -> Trace:
-        """What forward did, in as far as it was watched. Reading it on CUDA waits for the operators whose times were
-        not read yet."""
+        """What forward did, as far as it was watched. On CUDA, reading waits for operators whose times are not read."""
         for index, start, end in self._marks:
             self._trace.calls[index].seconds = self._clock.seconds(start, end)
         self._marks.clear()
@@ -211,6 +209,11 @@ class Scope:
     def num_traced(self) -> tuple[int, int]:
         """Calls and values so far: nothing is waited for."""
         return len(self._trace.calls), len(self._trace.values)
+
+    @property
+    def calls(self) -> list[CallTrace]:
+        """The calls so far that were watched, without their times: nothing is waited for."""
+        return self._trace.calls
 
     @property
     def sites(self) -> list[Site]:
@@ -276,8 +279,8 @@ class Scope:
         return result
 
     def is_on_top(self) -> bool:
-        """Whether this scope gets what is saved. Not inside of others' hooks, such as those of torch's checkpoint: that
-        runs what is inside of it again in backward, and must find the same tensors saved. Says so once."""
+        """Whether this scope gets what is saved. Not inside of others' hooks, such as those of torch's checkpoint,
+        whose recomputation must find the same tensors saved. Says so once."""
         hook = top_pack_hook()
         if hook is None:
             return self._is_bare
@@ -290,9 +293,8 @@ class Scope:
 
     def _strategy_now(self, site: Site, chosen: Strategy) -> Strategy:
         """What really happens at this site now: nothing inside a running region, and only what the site allows."""
-        if self._region is not None or not torch.is_grad_enabled():
-            return Strategy.KEEP
-        return Strategy.KEEP if chosen is Strategy.RECOMPUTE and not site.is_recomputable else chosen
+        is_refused = chosen is Strategy.RECOMPUTE and not site.is_recomputable
+        return Strategy.KEEP if is_refused or self._region is not None or not torch.is_grad_enabled() else chosen
 
     def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
         name = self._trace.calls[index].site.name
