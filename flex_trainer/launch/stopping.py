@@ -13,6 +13,7 @@ from types import FrameType
 from flex_trainer.ranks import num_launched
 
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_AGAIN_SECONDS = 0.02
 
 
 class Terminated(KeyboardInterrupt):
@@ -22,14 +23,31 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def terminated_as_exception() -> Iterator[None]:
     """Inside, SIGTERM raises Terminated where it would end the process at once. Outside of the main thread, which alone
-    gets signals, nothing changes."""
+    gets signals, nothing changes.
+
+    Python prints and drops what is raised while an object is finalised, and a training step finalises thousands. A stop
+    that is dropped so, by SIGTERM or Ctrl-C, is asked for again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    earlier = signal.signal(signal.SIGTERM, _raise)
+    earlier, earlier_hook = signal.signal(signal.SIGTERM, _raise), sys.unraisablehook
+
+    def dropped(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            earlier_hook(unraisable)
+            return
+        number = signal.SIGTERM if issubclass(unraisable.exc_type, Terminated) else signal.SIGINT
+        # Not at once: it would be raised, and dropped, in here.
+        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = dropped
     try:
         yield
     finally:
+        sys.unraisablehook = earlier_hook
         signal.signal(signal.SIGTERM, earlier)
 
 
