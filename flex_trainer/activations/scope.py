@@ -80,12 +80,11 @@ class Scope:
         known: KnownForward | None = None,
         non_finite: NonFinite | None = None,
     ) -> None:
-        """`parameters`: parameters and buffers, which are only referred to; looked up when needed.
-        `residency`: where there are others, that come and go (sharded weights). `modules`: by site name, for what a
-        recomputation restores and checks. `on_memory` is called where memory in use is worth a sample: operator
-        boundaries, values coming back. `whereabouts`: lets an error name the operator. `on_backward` gets the number of
-        each backward (`compat.current_backward`) that asks for values. `non_finite`: found by earlier micro-batches;
-        added to."""
+        """`parameters`: parameters and buffers, only referred to; looked up when needed. `residency`: where there are
+        others, that come and go (sharded weights). `modules`: by site name, for what a recomputation restores and
+        checks. `on_memory` is called where memory is worth a sample: operator boundaries, values coming back.
+        `whereabouts`: lets an error name the operator. `on_backward` gets the number of each backward
+        (`compat.current_backward`) that asks for values."""
         self.ledger = ledger
         self._demand = Demand(ledger)
         self._trace = Trace()
@@ -279,8 +278,7 @@ class Scope:
         return result
 
     def is_on_top(self) -> bool:
-        """Whether this scope gets what is saved. Not inside of others' hooks, such as those of torch's checkpoint,
-        whose recomputation must find the same tensors saved. Says so once."""
+        """Whether this scope gets what is saved; not inside of others' hooks (torch's checkpoint). Says so once."""
         hook = top_pack_hook()
         if hook is None:
             return self._is_bare
