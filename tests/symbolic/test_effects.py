@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -53,7 +54,9 @@ def test_what_libraries_put_around_a_model_is_known() -> None:
     model.enable_input_require_grads()
     adapted = peft.get_peft_model(model, config)
     adapted.gradient_checkpointing_enable()
+    AcceleratorState._reset_state()  # another test of this process may have chosen another precision
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare(adapted)
+    AcceleratorState._reset_state()
     assert "forward" in vars(prepared)
     with instrumented(prepared):
         assert foreign_code(prepared) is None
