@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -39,6 +41,7 @@ def test_accelerate_loop(tmp_path: Path) -> None:
     assert_learns([float(loss) for _, loss, _ in rows])
 
 
+@pytest.mark.sweep
 def test_sft_with_trl(tmp_path: Path) -> None:
     result = run_example("sft_with_trl.py", tmp_path, "--output-dir", "out", "--memory-limit", "4GiB")
     assert result.returncode == 0, result.stderr

@@ -15,6 +15,7 @@ from flex_trainer import FlexConfig, FlexTrainer, FlexTrainerMixin
 from flex_trainer.activations.context import current_scope
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
+from tests.tiers import sweep_over
 from tests.trainer_runs import LENGTHS, LIMIT_BYTES, Batches, assert_same_run, collate_for, losses, make
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -29,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("planner", ["optimal", "bandwidth", "largest_first"])
+@pytest.mark.parametrize("planner", sweep_over(["optimal", "bandwidth", "largest_first"], quick=["optimal"]))
 @pytest.mark.parametrize("strategies", [("recompute",), ("offload",), ("recompute", "offload")])
 def test_run_under_a_limit_equals_the_plain_run(
     tmp_path: Path, plain: Trainer, strategies: tuple[str, ...], planner: str, monkeypatch: pytest.MonkeyPatch

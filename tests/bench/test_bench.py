@@ -127,6 +127,7 @@ def test_an_unknown_benchmark_is_refused() -> None:
         bench.run("stap")
 
 
+@pytest.mark.sweep
 def test_every_peer_trains_or_says_why_not() -> None:
     """In one process: each gives the plain run's losses, bit for bit."""
     # fewer heads than in the benchmark, and queries wider than values, as there
@@ -143,6 +144,7 @@ def test_every_peer_trains_or_says_why_not() -> None:
             assert result.value[name]["losses"] == plain, name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("side", ["plain", "flex"])
 def test_a_side_trains_in_its_own_process(side: str) -> None:
     config = {**REFERENCE.config, "num_hidden_layers": 2, "hidden_size": 32, "moe_intermediate_size": 16}

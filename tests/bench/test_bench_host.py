@@ -28,6 +28,7 @@ def test_each_bound_decides_its_requirement() -> None:
         assert [key for key, is_met in met.items() if not is_met] == [number], name
 
 
+@pytest.mark.sweep
 def test_all_sides_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "ARCHITECTURES", ("qwen3_moe",))
     monkeypatch.setattr(host, "_QUICK_DEPTH", 2)
@@ -42,6 +43,7 @@ def test_all_sides_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert side["recomputed_forward_ms"] > side["plain_forward_ms"]
 
 
+@pytest.mark.sweep
 def test_planning_is_timed_with_its_replans() -> None:
     found = host_planning.planning(num_layers=6)
     assert found["replans"] > 0 and found["replan_ms"] > 0

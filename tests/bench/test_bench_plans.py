@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from flex_trainer.bench.plans import LARGE_RECIPES, estimate_figures
 from flex_trainer.launch.recipe import load_recipe
 from tests.estimate.recipes import write_recipe
 
 
+@pytest.mark.sweep
 def test_figures_of_a_small_recipe(tmp_path: Path) -> None:
     path = write_recipe(tmp_path)
     (found,) = estimate_figures((path,)).values()

@@ -56,6 +56,7 @@ def test_the_shapes_are_those_that_plans_differ_on() -> None:
     assert heads["qk_nope_head_dim"] + heads["qk_rope_head_dim"] == 1.5 * heads["v_head_dim"]
 
 
+@pytest.mark.sweep
 def test_all_ways_take_turns_and_train_the_same() -> None:
     """On a model so small that the least limit may be refused to all."""
     config = {**UNEQUAL_HEADS.config, "num_hidden_layers": 2, "hidden_size": 32, "moe_intermediate_size": 16}

@@ -170,6 +170,7 @@ class TestWandb:
         assert steps == sorted(set(steps))  # wandb drops a row that goes back
         assert run.rows_with("flex/spikes")[0]["flex/spikes"]["nrows"] == 1
 
+    @pytest.mark.sweep
     def test_wandb_is_not_imported_without_report_to(self, tmp_path):
         program = (
             "import sys; from transformers import TrainingArguments\n"

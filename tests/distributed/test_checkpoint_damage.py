@@ -17,6 +17,8 @@ from flex_trainer.testing.ranks import RankPool
 from tests.checkpoint.damage import WAYS, flip_a_bit, remove, truncate
 from tests.distributed.checkpoint_jobs import EP2, JOBS
 
+pytestmark = pytest.mark.ranks
+
 SHARDS = ["sharded/__0_0.distcp", "sharded/__1_0.distcp", "sharded/.metadata", "sharded/optimizer_groups.pt"]
 NEEDED = [*SHARDS, "scheduler.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "model.safetensors"]
 

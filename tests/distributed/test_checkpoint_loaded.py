@@ -11,6 +11,8 @@ from flex_trainer.testing.tiny import tiny_model
 from tests.distributed import checkpoint_jobs as jobs
 from tests.distributed.checkpoint_jobs import EP2, JOBS
 
+pytestmark = pytest.mark.ranks
+
 WRONG_BELOW_US = {
     "bailing_hybrid": "self_attn.conv1d.weight",
     "glm5_next": "self_attn.conv1d.weight",
@@ -47,6 +49,7 @@ def test_one_element_on_one_rank(two_ranks: RankPool, start: Path, name: str) ->
     assert f"1 of its 47 tensors are not those of {str(start)!r}: {name}. " in found[0]
 
 
+@pytest.mark.sweep
 def test_four_ranks_with_copies(four_ranks: RankPool, start: Path) -> None:
     """Each of two copies, spread over two ranks each, is compared."""
     sizes = {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}

@@ -75,7 +75,13 @@ def test_random_streams_are_a_part_of_it(two_ranks: RankPool, start: Path, two_r
     assert resumed[0].losses[4:] != _runs(two_rank_run)[0].losses[4:]
 
 
-@pytest.mark.parametrize("sizes", [EP2_OF_4, REPLICATED], ids=["two shards of each expert group", "two replicas"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(EP2_OF_4, id="two shards of each expert group"),
+        pytest.param(REPLICATED, id="two replicas", marks=pytest.mark.sweep),
+    ],
+)
 def test_four_ranks_go_on_as_if_they_had_not_stopped(
     four_ranks: RankPool, start: Path, tmp_path: Path, sizes: dict[str, Any]
 ) -> None:
@@ -89,7 +95,7 @@ def test_four_ranks_go_on_as_if_they_had_not_stopped(
     _assert_experts_on_their_ranks(resumed, whole[0].parameters, owners)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.sweep)])
 def test_other_families(two_ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     """Experts stored as one tensor, with biases; tied embeddings."""
     jobs.save_tiny(tmp_path / "start", architecture, tie_word_embeddings=True)

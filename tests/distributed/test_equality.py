@@ -108,7 +108,10 @@ def test_fsdp_alone(two_ranks: RankPool, directory: Path) -> None:
     check(two_ranks, saved_model(directory, "deepseek_v3"), strategies, fsdp=2, ep=1)
 
 
-@pytest.mark.parametrize(("fsdp", "ep", "replicate"), [(4, 4, 1), (4, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("fsdp", "ep", "replicate"),
+    [(4, 2, 1), pytest.param(4, 4, 1, marks=pytest.mark.sweep), pytest.param(2, 2, 2, marks=pytest.mark.sweep)],
+)
 def test_four_ranks(four_ranks: RankPool, directory: Path, fsdp: int, ep: int, replicate: int) -> None:
     path = saved_model(directory, "deepseek_v3")
     check(four_ranks, path, (None, *STRATEGIES), fsdp=fsdp, ep=ep, replicate=replicate)

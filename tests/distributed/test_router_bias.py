@@ -12,6 +12,8 @@ from flex_trainer.testing.ranks import RankPool
 from tests.distributed.models import all_ids, saved_model, whole_model
 from tests.distributed.router_bias_jobs import RATE, steps
 
+pytestmark = pytest.mark.ranks
+
 JOBS = "tests.distributed.router_bias_jobs"
 
 

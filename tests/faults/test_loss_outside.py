@@ -15,6 +15,7 @@ from flex_trainer.testing.processes import run_in_subprocess
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES
 from tests.faults.live_bytes import LiveMeter, live_bytes
+from tests.tiers import sweep_over
 
 MIB = 2**20
 NUM_WORDS = 512
@@ -88,7 +89,7 @@ def test_what_a_loss_needs_is_predicted_from_the_second_micro_batch_on(name: str
         assert first.peak_bytes <= 1.02 * first.predicted_peak_bytes
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", sweep_over([*LOSSES], quick=["several terms"]))
 def test_the_limit_holds_with_what_a_loss_needs(name: str) -> None:
     """Room for three quarters of what is held, beside the loss."""
     probe = train(LOSSES[name](), BASE_BYTES + 20 * MIB, (64, 64))[1]
@@ -101,7 +102,7 @@ def test_the_limit_holds_with_what_a_loss_needs(name: str) -> None:
         assert record.predicted_bytes == record.actual_bytes
 
 
-@pytest.mark.parametrize("trainer", ["dpo", "sft", "grpo"])
+@pytest.mark.parametrize("trainer", sweep_over(["dpo", "sft", "grpo"], quick=["dpo"]))
 def test_trainers_of_trl(trainer: str) -> None:
     """DPO: a head that computes log probabilities in no operator, and a reference model. SFT: gradient checkpointing is
     on by default, in the trace too unless it is turned off there. GRPO: a loss of the logits. By the process's meter.

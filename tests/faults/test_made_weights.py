@@ -145,7 +145,16 @@ def four_bits(model: Any) -> None:
 
 
 @pytest.mark.parametrize("cached", ["not cached", "cached forward", "cached forward and backward"])
-@pytest.mark.parametrize("change", [parametrized, weight_norm, weight_norm_by_hooks, spectral_norm_by_hooks, four_bits])
+@pytest.mark.parametrize(
+    "change",
+    [
+        parametrized,
+        pytest.param(weight_norm, marks=pytest.mark.sweep),
+        weight_norm_by_hooks,
+        pytest.param(spectral_norm_by_hooks, marks=pytest.mark.sweep),
+        pytest.param(four_bits, marks=pytest.mark.sweep),
+    ],
+)
 def test_weights_that_are_made_when_read(change: Callable[[Any], None], cached: str) -> None:
     def make() -> Any:
         model = small("mixtral")

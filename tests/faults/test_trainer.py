@@ -154,9 +154,16 @@ def model_without_kwargs() -> tuple[Any, Any]:
 
 SCALED = [
     *((plain_model, "model", accumulation) for accumulation in (1, 2)),
-    *((plain_model, loss, 4) for loss in LOSSES),
-    *((adapted_model, loss, 2) for loss in ("model", "compute_loss")),
-    *((model_without_kwargs, loss, 2) for loss in ("model", "label smoothing", "compute_loss_func")),
+    (adapted_model, "compute_loss", 2),
+    (model_without_kwargs, "label smoothing", 2),
+    *(
+        pytest.param(*case, marks=pytest.mark.sweep)
+        for case in [
+            *((plain_model, loss, 4) for loss in LOSSES),
+            (adapted_model, "model", 2),
+            *((model_without_kwargs, loss, 2) for loss in ("model", "compute_loss_func")),
+        ]
+    ),
 ]
 
 

@@ -54,6 +54,7 @@ def test_the_script_on_a_cpu() -> None:
     assert figures["left_bytes"] == 0 and figures["noise of plain, fp32"] == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     exit_code, _, lines = run_check()

@@ -33,6 +33,7 @@ from tests.runtime_steps import (
     step,
     without_forecast,
 )
+from tests.tiers import sweep_over
 
 
 def test_profiles_first_and_plans_then(model: PreTrainedModel) -> None:
@@ -271,7 +272,7 @@ def test_the_window_ends_with_every_exception(model: PreTrainedModel, monkeypatc
     assert events == ["end"] * 5 and not runtime.books.activities.is_any_at_work
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", sweep_over(["deepseek_v3", "gpt_oss", "llama", "qwen3_5_moe"], quick=["gpt_oss"]))
 def test_lengths_that_vary_stay_inside_the_limit(family: str) -> None:
     model, reference = tiny_model(family), tiny_model(family)
     # qwen3_5_moe keeps half of what it computes: its linear attention is no operator of its own.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaForCausalLM
