@@ -113,6 +113,7 @@ def test_other_families(two_ranks: RankPool, tmp_path: Path, architecture: str) 
     assert_same_state(alone, whole[0])
 
 
+@pytest.mark.sweep
 def test_fewer_experts_than_ranks(four_ranks: RankPool, tmp_path: Path) -> None:
     """Two experts over EP 2 and two shards each: half of the ranks have none (fault 47)."""
     start, output = tmp_path / "start", tmp_path / "run"

@@ -92,6 +92,7 @@ def test_two_processes_train_and_the_first_reports(directory: Path) -> None:
     assert re.search(r"rank [01] of 2", page) and re.search(r"rank [01] of 2", text)
 
 
+@pytest.mark.sweep
 def test_accelerate_does_not_shard_on_cpus_and_that_is_said(directory: Path) -> None:
     """FSDP launch settings with use_cpu train as DDP. The losses are those of one process with twice the batch."""
     fsdp = "{fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}"
@@ -106,6 +107,7 @@ def test_accelerate_does_not_shard_on_cpus_and_that_is_said(directory: Path) -> 
     assert losses == pytest.approx([row["loss"] for row in rows if "loss" in row], rel=1e-3)
 
 
+@pytest.mark.sweep
 def test_a_script_of_ones_own(directory: Path) -> None:
     script = str(ROOT / "examples" / "expert_parallel.py")
     code, output, _ = Launch(directory, script, "--tiny", "--memory-limit", "3GiB", "--output-dir", "out").wait()
@@ -120,7 +122,12 @@ def test_a_script_of_ones_own(directory: Path) -> None:
     ("how", "changes", "told"),
     [
         ("kill", (), "Signal 9 (SIGKILL)"),
-        ("allocate", ("flex.enforce_limit=true",), "rank 1 of 2 on {host}: RuntimeError: "),
+        pytest.param(
+            "allocate",
+            ("flex.enforce_limit=true",),
+            "rank 1 of 2 on {host}: RuntimeError: ",
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_a_rank_that_fails_is_named_and_ends_the_other(directory: Path, how: str, changes, told: str) -> None:
@@ -134,6 +141,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_other(directory: Path, how: str
     assert "rank 0 of 2" not in output  # who is not to blame says nothing
 
 
+@pytest.mark.sweep
 def test_a_rank_of_another_machine_ends_too(directory: Path) -> None:
     """Two launchers on this machine stand for two machines. Rank 0 is in no collective when rank 1 fails."""
     time_file, port = directory / "failed", str(free_port())
