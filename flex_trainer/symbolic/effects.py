@@ -34,6 +34,8 @@ _BELOW_THEM = frozenset(
     | {"einops", "triton", "typing_extensions", "sympy", "scipy", "PIL", "psutil", "filelock", "jinja2"}
 )
 _TRUSTED = LIBRARIES | _BELOW_THEM | sys.stdlib_module_names
+_MEASURING = ("flex_trainer.bench", "flex_trainer.testing")
+"""Code that counts what runs, and must not count a trace."""
 _REGISTRIES = (
     ("_attn_implementation", ALL_ATTENTION_FUNCTIONS),
     ("_experts_implementation", ALL_EXPERTS_FUNCTIONS),
@@ -173,7 +175,9 @@ def _content(cell: Any) -> Any:
 
 
 def _is_trusted(module_name: str | None) -> bool:
-    return module_name is not None and module_name.partition(".")[0] in _TRUSTED
+    if module_name is None or module_name.startswith(_MEASURING):
+        return False
+    return module_name.partition(".")[0] in _TRUSTED
 
 
 def _of_file(name: str, of: Any) -> str:

@@ -34,7 +34,7 @@ def test_layers_of_a_kind_are_one_class(family: str) -> None:
     assert len(segments.classes) <= len(kinds) + 2
     highest: dict[int, int] = {}
     for call in traced.trace.calls:
-        if call.site.kind == "layer" and call.work is not None:
+        if call.site.kind == "layer" and call.site.layer >= 0 and call.work is not None:
             number = segments.class_of[call.site.layer]
             highest[number] = max(highest.get(number, 0), call.work.forward_transient_bytes)
     for number, num_bytes in highest.items():  # the most that any layer of the class has alive
