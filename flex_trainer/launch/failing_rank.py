@@ -141,7 +141,8 @@ class _Watcher:
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._wait, name="flex-ranks", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)
+        atexit.register(_release_group)
+        atexit.register(self.stop)  # registered later, so called earlier
 
     def tell_end(self) -> None:
         self.has_ended = True
@@ -192,6 +193,15 @@ class _Watcher:
             _flush_in_time(1)  # before the launcher ends this process
             if not self._is_stopped.wait(GRACE_SECONDS):
                 _leave(f"{rank_name()} ends, since another has failed: {message}", 1)
+
+
+def _release_group() -> None:
+    """End gloo's threads while the interpreter still runs: one that meets a peer's data while the process goes down can
+    abort it. NCCL's own watchdog does without, and would wait for ranks that have ended."""
+    from torch import distributed
+
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 class _State:
