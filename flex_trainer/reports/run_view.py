@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from flex_trainer.reports.summary import RunSummary
 
 
-class RunView:
+class RunView(ABC):
     """The part of a runtime that callbacks, reports and users read.
 
     Args:
@@ -32,8 +33,9 @@ class RunView:
         self.device_name = ""
 
     @property
+    @abstractmethod
     def limit_bytes(self) -> int:
-        raise NotImplementedError
+        """The memory limit in bytes; 0 before the first `attach`."""
 
     def summary(self) -> RunSummary:
         """The run so far in a few figures."""
