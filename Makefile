@@ -1,5 +1,5 @@
 # make demo   train a small Mixture-of-Experts model under an enforced memory limit (two to three minutes)
-# make test   lint, types and the tests (at most 8 minutes on 2 cores)
+# make test   lint, types and the tests (about 11 minutes on 2 cores)
 # make test-sweeps  the same claims on all architectures, real benchmark runs, long combinations
 # make bench  one benchmark: BENCH=step, planner, predict, survive, ep or host
 # make doctor versions, devices, limits and launch settings

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from flex_trainer.config import FlexConfig
+from flex_trainer.memory.offloading import OffloadService
+from flex_trainer.provision.rates import LearntRates
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
@@ -62,3 +65,9 @@ def step(runtime: FlexRuntime, model: PreTrainedModel, seed: int = 0) -> dict[st
     with runtime.backward():
         loss.backward()
     return gradients(model)
+
+
+def with_steady_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are then made anew for other reasons than what mitigations cost."""
+    monkeypatch.setattr(OffloadService, "_recompute_overhead_seconds", lambda _: 60e-6)
+    monkeypatch.setattr(LearntRates, "observe", lambda *_: None)

@@ -296,9 +296,10 @@ def _flush_in_time(exit_code: int) -> None:
 
 
 def _flush(exit_code: int) -> None:
-    while _STATE.flushes:
+    flushes, _STATE.flushes = _STATE.flushes, []  # not those that are registered while one of these takes long
+    while flushes:
         try:
-            _STATE.flushes.pop()(exit_code)
+            flushes.pop()(exit_code)
         except Exception:  # the process ends for another reason, which is told
             traceback.print_exc()
     logging.shutdown()

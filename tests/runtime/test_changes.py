@@ -16,21 +16,13 @@ from transformers import BatchEncoding, PreTrainedModel
 
 from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
-from flex_trainer.memory.offloading import OffloadService
-from flex_trainer.provision.rates import LearntRates
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES
-from tests.runtime_steps import attached, gradients, without_forecast
+from tests.runtime_steps import attached, gradients, with_steady_rates, without_forecast
 
 AMPLE = FlexConfig(BASE_BYTES + 50_000_000)
-
-
-def with_steady_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are then made anew for other reasons than what mitigations cost."""
-    monkeypatch.setattr(OffloadService, "_recompute_overhead_seconds", lambda _: 60e-6)
-    monkeypatch.setattr(LearntRates, "observe", lambda *_: None)
 
 
 @dataclass
