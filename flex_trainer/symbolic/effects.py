@@ -34,8 +34,8 @@ _BELOW_THEM = frozenset(
     | {"einops", "triton", "typing_extensions", "sympy", "scipy", "PIL", "psutil", "filelock", "jinja2"}
 )
 _TRUSTED = LIBRARIES | _BELOW_THEM | sys.stdlib_module_names
-_MEASURING = ("flex_trainer.bench", "flex_trainer.testing")
-"""Code that counts what runs, and must not count a trace."""
+_MEASURING = "flex_trainer.bench"
+"""Benchmarks count what runs, and must not count a trace."""
 _REGISTRIES = (
     ("_attn_implementation", ALL_ATTENTION_FUNCTIONS),
     ("_experts_implementation", ALL_EXPERTS_FUNCTIONS),
