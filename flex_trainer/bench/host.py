@@ -116,7 +116,7 @@ def _phases(architecture: str, is_quick: bool, is_collecting: bool) -> dict[str,
     }
     runs: dict[str, list[_Seconds]] = {name: [] for name in sides}
     try:
-        with _collector(is_collecting):
+        with collector(is_collecting):
             for number in range(num_warm_up_rounds + num_rounds):
                 for name in list(sides)[:: 1 if number % 2 else -1]:  # no side is always first
                     if not is_collecting:
@@ -171,7 +171,8 @@ def _step(model: nn.Module, batch: dict[str, Any], around: Callable[[], Any]) ->
 
 
 @contextlib.contextmanager
-def _collector(is_on: bool) -> Iterator[None]:
+def collector(is_on: bool) -> Iterator[None]:
+    """The cyclic collector on or off inside, whatever it was."""
     was_on = gc.isenabled()
     (gc.enable if is_on else gc.disable)()
     try:

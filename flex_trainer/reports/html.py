@@ -153,9 +153,9 @@ def _retries(retries: Sequence[StepRetry]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     rows = "".join(_retry_row(retry) for retry in shown)
     return (
-        "<section><h2>Steps run again</h2><p>An allocation failed; the optimizer step was rolled back and its "
-        "micro-batches run again in less memory, with the same result. Attempt 1 keeps more free, attempt 2 runs the "
-        "minimum-memory plan, attempt 0 shares memory among more micro-batches in flight.</p>"
+        "<section><h2>Steps retried</h2><p>An allocation failed; the optimizer step was rolled back and its "
+        "micro-batches were retried in less memory, with the same result. Attempt 1 keeps more free, attempt 2 runs "
+        "the minimum-memory plan, attempt 0 shares memory among more micro-batches in flight.</p>"
         f'{note}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>'
     )
 

@@ -109,7 +109,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("micro-batches", f"{summary.num_micro_batches:,}"),
         ("spikes met", f"{summary.num_spikes:,}"),
         ("over the limit", f"{summary.num_over_limit:,}"),
-        ("steps run again", f"{summary.num_retries:,}"),
+        ("steps retried", f"{summary.num_retries:,}"),
         ("recomputed", format_bytes(summary.recomputed_bytes)),
         ("offloaded", format_bytes(summary.offloaded_bytes)),
         ("quantized", format_bytes(summary.quantized_bytes)),

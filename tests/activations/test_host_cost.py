@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from flex_trainer.activations.module_state import ModuleState
 from flex_trainer.activations.overhead import recompute_overhead_seconds
 from flex_trainer.activations.quick_state import QuickState, state_of
 from flex_trainer.activations.scope import Scope
+from flex_trainer.bench.host import collector
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.steps import ByFunction
 
@@ -344,15 +344,6 @@ def test_the_overhead_of_a_region_is_measured_and_moves_nothing() -> None:
 
 
 def test_the_collector_rests_while_tensors_are_looked_at_and_is_left_as_it_was() -> None:
-    @contextlib.contextmanager
-    def collector(is_on: bool) -> Iterator[None]:
-        was_on = gc.isenabled()
-        (gc.enable if is_on else gc.disable)()
-        try:
-            yield
-        finally:
-            (gc.enable if was_on else gc.disable)()
-
     for is_on in (True, False):
         with collector(is_on):
             with collector_paused():

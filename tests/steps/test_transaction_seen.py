@@ -37,7 +37,7 @@ def test_retries_are_in_the_log_the_summary_and_the_report(tmp_path: Path) -> No
     table = summary_table(trainer.flex.records, trainer.flex.limit_bytes, trainer.flex.retries)
     assert table.row_count == 14
     page = trainer.flex.report(tmp_path / "report.html").read_text()
-    assert "<h2>Steps run again</h2>" in page and "97.66 KiB" in page
+    assert "<h2>Steps retried</h2>" in page and "97.66 KiB" in page
 
 
 # For real
