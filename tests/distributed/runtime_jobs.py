@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from flex_trainer.testing.forced import ForcedRuntime, relative_error
 from tests.distributed.equality_jobs import Forced
 from tests.distributed.models import all_ids, gradients_of, my_part, skew, spread_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
+from tests.runtime_steps import with_steady_rates
 
 
 def predicted_and_held(
@@ -163,16 +165,18 @@ def agreement_by_plans(path: str, is_tight: tuple[bool, ...], num_steps: int, **
     forget_structures()  # choices that other tests in this process found worth having would be tried here too
     runtime = FlexRuntime(FlexConfig(memory_limit="20GiB", strategies=("recompute",)))
     with_fake_meter(runtime)
-    runtime.attach(model)
-    if is_tight[dist.get_rank()]:
-        runtime.books.tighten(2, 0)
     agreed = []
-    for number in range(num_steps):
-        with runtime.backward():
-            loss = _loss(model, number)
-            agreed.append(len(runtime.in_flight[0].loads.agreed_layers))
-            loss.backward()
-    runtime.detach()
+    with pytest.MonkeyPatch.context() as patch:
+        with_steady_rates(patch)  # with others another plan may be the one that takes the least time
+        runtime.attach(model)
+        if is_tight[dist.get_rank()]:
+            runtime.books.tighten(2, 0)
+        for number in range(num_steps):
+            with runtime.backward():
+                loss = _loss(model, number)
+                agreed.append(len(runtime.in_flight[0].loads.agreed_layers))
+                loss.backward()
+        runtime.detach()
     return agreed
 
 
