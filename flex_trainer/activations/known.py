@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flex_trainer.activations.ledger import Ledger
+from flex_trainer.strategy import Site
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,42 @@ class KnownHolding:
 
     def __del__(self) -> None:
         self._ledger.release(self._num_bytes)
+
+
+class Unwatched:
+    """What has run of such a forward."""
+
+    __slots__ = ("_holding", "has_sentinel", "sites")
+
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self.has_sentinel = False
+        """Whether backward will be noticed."""
+        self._holding: KnownHolding | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._holding is not None
+
+    @property
+    def holding(self) -> KnownHolding:
+        assert self._holding is not None, "while it is open"
+        return self._holding
+
+    def begin(self, known: KnownForward, ledger: Ledger) -> None:
+        self._holding = KnownHolding(known, ledger)
+
+    def end_layer(self) -> None:
+        """The layer that has run last is done."""
+        if self._holding is not None and self.sites:
+            self._holding.end_layer(self.sites[-1].layer)
+
+    def end(self, *, is_whole: bool) -> None:
+        """Values hold the account from here on.
+
+        Args:
+            is_whole: whether nothing was looked at up to the end of forward.
+        """
+        if self._holding is not None and is_whole:
+            self._holding.end_forward()
+        self._holding = None

@@ -31,7 +31,7 @@ from flex_trainer.activations.context import current_scope, scope_is, warn_of_ot
 from flex_trainer.activations.demand import Demand
 from flex_trainer.activations.entry import Entry, keeps_nothing
 from flex_trainer.activations.identity import StorageTable, is_plain
-from flex_trainer.activations.known import KnownForward, KnownHolding
+from flex_trainer.activations.known import KnownForward, Unwatched
 from flex_trainer.activations.leaves import leaves_of, tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.mitigation import Mitigation
@@ -106,9 +106,7 @@ class Scope:
         self.known = known
         """What this forward holds, if all is kept; None: every saved tensor is looked at. Set before it is opened."""
         self._first_values: list[int] = []  # of each call
-        self._unwatched: list[Site] = []  # operators that ran while nothing was looked at
-        self._holding: KnownHolding | None = None  # of those
-        self._has_sentinel = False
+        self._unwatched = Unwatched()
         self._is_bare = False  # open without hooks outside of operators
         self._parameter_tensors = parameters
         self._referred = ReferredStorages()
@@ -137,10 +135,9 @@ class Scope:
 
     @contextmanager
     def _opened(self, is_last: bool) -> Iterator[None]:
-        self._whereabouts.follow(self._running)
-        known = self.known
-        if known is not None:
-            self._holding = KnownHolding(known, self.ledger)
+        self._whereabouts.follow(self._running if self.known is None else self._unwatched.sites)
+        if self.known is not None:
+            self._unwatched.begin(self.known, self.ledger)
         elif not self._referred.is_known:
             self._referred.find(self._parameter_tensors)
         unpack = alive(self._unpacker)
@@ -150,10 +147,9 @@ class Scope:
         try:
             with scope_is(self), nullcontext() if self._is_bare else saved_tensors_hooks(self._pack, unpack):
                 yield
-            if self._holding is not None and self.known is not None:
-                self._holding.end_forward()
+            self._unwatched.end(is_whole=self.known is not None)
         finally:
-            self._holding = None
+            self._unwatched.end(is_whole=False)
             self.sweep()
             self._whereabouts.at = self._whereabouts.at  # a copy: what runs is forgotten now
             self._running.clear()
@@ -184,11 +180,11 @@ class Scope:
         if self.known is None:
             return
         self.known = None
-        if self._holding is None:
-            return  # not open yet
+        if not self._unwatched.is_open:
+            return
         self._referred.find(self._parameter_tensors)
-        if self._running:
-            self._holding.end_layer(max(site.layer for site in self._running))
+        self._whereabouts.follow(self._running)
+        self._unwatched.end_layer()
 
     @property
     def trace(self) -> Trace:
@@ -202,7 +198,7 @@ class Scope:
     @property
     def is_traced(self) -> bool:
         """Whether all of the forward was watched, so that `trace` tells all."""
-        return self.known is None and not self._unwatched
+        return self.known is None and not self._unwatched.sites
 
     @property
     def num_traced(self) -> tuple[int, int]:
@@ -217,25 +213,22 @@ class Scope:
     @property
     def sites(self) -> list[Site]:
         """What has run so far, or begun to."""
-        return [*self._unwatched, *(call.site for call in self._trace.calls)]
+        return [*self._unwatched.sites, *(call.site for call in self._trace.calls)]
 
     # Running operators
 
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one operator or block under its strategy and return its result; plainly, where this is not the thread's
         current scope (in a recomputation, for one), or where other hooks pack what is saved."""
-        if current_scope() is not self or not self.is_on_top():
+        if current_scope() is not self or not self.is_on_top() or self.passes(site):
             return function(*args, **kwargs)
         depth = len(running := self._running)
         running.append(site)
         self._whereabouts.phase = "forward"
         if self.known is not None:
-            self._unwatched.append(site)
-            if self._has_sentinel and site.layer >= 0:
+            self._unwatched.sites.append(site)
+            with saved_tensors_hooks(self._pack_sentinel, self._unpack_hook()):
                 result = function(*args, **kwargs)
-            else:
-                with saved_tensors_hooks(self._pack_sentinel, self._unpack_hook()):
-                    result = function(*args, **kwargs)
         elif self._is_bare and self._region is None:  # watched since a while
             with saved_tensors_hooks(self._pack, self._unpack_hook()):
                 result = self._run_watched(site, function, args, kwargs)
@@ -243,6 +236,14 @@ class Scope:
             result = self._run_watched(site, function, args, kwargs)
         del running[depth:]  # not after an error: it has come from the innermost
         return result
+
+    def passes(self, site: Site) -> bool:
+        """Whether an operator may run as if there were no scope, since nothing is looked at in it. Notes that it runs.
+        """
+        if self.known is None or not self._unwatched.has_sentinel or site.layer < 0:
+            return False
+        self._unwatched.sites.append(site)
+        return True
 
     def _run_watched(
         self, site: Site, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -327,8 +328,7 @@ class Scope:
         """Forget dead storages (called when a layer ends), and savers on branches of the graph that died in forward,
         such as a router's unused scores."""
         if self.known is not None:
-            if self._holding is not None and self._unwatched:
-                self._holding.end_layer(self._unwatched[-1].layer)
+            self._unwatched.end_layer()
             self._on_memory()
             return
         self._demand.sweep(self._trace.values)
@@ -382,9 +382,8 @@ class Scope:
 
     def _pack_sentinel(self, tensor: torch.Tensor) -> Packed:
         """Where nothing is looked at: keep the tensor, and with it the account of the whole forward."""
-        self._has_sentinel = True
-        assert self._holding is not None
-        return PackedKept(detached(tensor), self._holding, self._name())
+        self._unwatched.has_sentinel = True
+        return PackedKept(detached(tensor), self._unwatched.holding, self._name())
 
     def _refer(self, tensor: torch.Tensor) -> PackedReference:
         """The packed form of a parameter, or of a tensor of a kind that is left alone."""

@@ -206,6 +206,9 @@ class _Timer:
         self.seconds += time.process_time() - start
         return result
 
+    def passes(self, site: Site) -> bool:
+        return False
+
     def is_on_top(self) -> bool:
         return True
 

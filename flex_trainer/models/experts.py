@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flex_trainer.activations.context import managing_scope
+from flex_trainer.activations.context import current_scope
 from flex_trainer.experts.grouped import GroupedProducts
 from flex_trainer.experts.operators import Run
 from flex_trainer.strategy import Site
@@ -38,8 +38,8 @@ def part_sites(block: Site, *, is_recomputable: bool = True) -> dict[str, Site]:
 
 def run_in_scope(sites: Mapping[str, Site], name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Run an operator in the scope of the micro-batch that is in forward; plainly where there is none."""
-    scope = managing_scope()
-    return function(*args) if scope is None else scope.run(sites[name], function, *args)
+    scope, site = current_scope(), sites[name]
+    return function(*args) if scope is None or scope.passes(site) else scope.run(site, function, *args)
 
 
 def split_experts_forward(

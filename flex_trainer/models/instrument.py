@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from flex_trainer.activations.context import current_scope, managing_scope
+from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.scope import Scope
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
@@ -44,15 +44,23 @@ def _in_scope(
     plain: Callable[..., Any],
     site: Site,
     outside: Outside,
+    *,
+    may_pass: bool = False,
 ) -> Callable[..., Any]:
-    """A forward that runs in the scope there is, or in the one that `outside` opens, or plainly."""
+    """A forward that runs in the scope there is, or in the one that `outside` opens, or plainly.
+
+    Args:
+        may_pass: whether `plain` is all there is to do where the scope looks at nothing.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        scope = managing_scope()
+        scope = current_scope()
         if scope is not None:
-            return run(scope, args, kwargs)
-        if current_scope() is not None:  # other hooks for saved tensors are above its own
-            return plain(*args, **kwargs)
+            if may_pass and scope.passes(site):
+                return plain(*args, **kwargs)
+            if scope.is_on_top():
+                return run(scope, args, kwargs)
+            return plain(*args, **kwargs)  # to other hooks for saved tensors
         opened = outside(site, args, kwargs)
         if opened is None:
             return plain(*args, **kwargs)
@@ -213,7 +221,7 @@ def _module_forward(operator: Operator, outside: Outside) -> Callable[..., Calla
                 scope.sweep()
             return result
 
-        return _in_scope(run, original, operator.site, outside)
+        return _in_scope(run, original, operator.site, outside, may_pass=not is_layer)
 
     return make
 
@@ -268,8 +276,8 @@ class _Registries:
         function = lookup(attn_implementation, default)
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            scope, site = managing_scope(), self._attention.get(module)
-            if scope is None or site is None:
+            scope, site = current_scope(), self._attention.get(module)
+            if scope is None or site is None or scope.passes(site):
                 return function(module, *args, **kwargs)
             return scope.run(site, functools.partial(function, module), *args, **kwargs)
 
