@@ -43,8 +43,19 @@ class Site:
     """Index of the decoder layer; -1 for what lies outside the layers."""
     is_block: bool = False
     is_recomputable: bool = True
-    """False for routers (a routing decision is never made twice), for collectives and what would run one in a
-    recomputation, and for layers, which only enclose."""
+    """False for routers (a routing decision is never made twice), for collectives and for what would run one in a
+    recomputation."""
+
+    @property
+    def is_router(self) -> bool:
+        """Whether what it makes is kept also where a block around it is recomputed."""
+        return self.kind == "router"
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether its outputs are held where others save them, although it is recomputed: a layer is run again for what
+        is inside of it only."""
+        return self.kind == "layer"
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether this site may have a strategy: routing is never made again, and logits never lose precision."""

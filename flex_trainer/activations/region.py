@@ -8,6 +8,9 @@
                the recomputation stops once the last needed one is full.
 
 The inputs are packed values themselves: an input that was dropped too is recovered by recomputing its region first.
+
+A region may have routers inside. What they gave in the first run is kept, and given again (`routing`): the rest of the
+recomputation sees the very decisions of the first run.
 This is the paper's recompute (BaGuaLu-2, section IV-B) at the granularity of an operator.
 """
 
@@ -22,7 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from flex_trainer.activations.context import ExecutionState, no_scope
+from flex_trainer.activations.context import ExecutionState, no_scope, routing_is
 from flex_trainer.activations.first_parameters import parts_of
 from flex_trainer.activations.hooks import InnerHooks
 from flex_trainer.activations.identity import is_plain, storage_key
@@ -84,6 +87,8 @@ class Region:
         self._made_leaves = [_PackedLeaf(tensor, pack_input) for tensor in made]
         self._state = ExecutionState(device or torch.device("cpu"))
         self._ledger = ledger
+        self._routed: list[Any] = []  # results of routers inside, their tensors packed
+        self._routed_versions: list[tuple[torch.Tensor, int]] = []  # while it runs for the first time
         self._inner: dict[int, weakref.ref[Slot]] = {}
         self._outputs: dict[int, weakref.ref[Slot]] = {}
 
@@ -102,12 +107,22 @@ class Region:
             is_read = self._made.note_first_run()
             self._made_leaves = [leaf for leaf, read in zip(self._made_leaves, is_read, strict=True) if read]
         self.given.clear()
+        if any(tensor._version != version for tensor, version in self._routed_versions):
+            self._routed.clear()  # a code around the router writes into its results: both are run again
+        self._routed_versions.clear()
         if any(tensor._version != version for tensor, version in inputs):
             raise RuntimeError(
                 f"{self.name} changes one of its inputs in place, so it cannot be run a second time in backward. Use "
                 "the out-of-place form of that operation, or leave 'recompute' out of strategies."
             )
         return result
+
+    def note_routing(self, result: Any, pack: Callable[[torch.Tensor], Packed]) -> None:
+        """A router inside has given this in the first run; `pack` as `pack_input`."""
+        self._routed_versions += [(tensor, tensor._version) for tensor in tensors_of((result,), {})]
+        self._routed.append(
+            mapped(lambda leaf: _PackedLeaf(leaf, pack) if isinstance(leaf, torch.Tensor) else leaf, result)
+        )
 
     def inner_slot(self, number: int) -> Slot:
         """A slot for the `number`-th tensor that the region saves."""
@@ -151,6 +166,7 @@ class Region:
             _NOTHING if self._made is None else self._made.found(made),
             hooks,
             no_scope(),
+            routing_is(map(_recovered, self._routed)) if self._routed else _NOTHING,
             self._state.restored(),
             torch.enable_grad(),
             saved_tensors_hooks(capture, never),

@@ -1,9 +1,4 @@
-"""The scope of one micro-batch: decides, for every tensor that autograd saves, in which form it is held.
-
-Every storage has one producer: the operator whose run made it, or, for what is computed between operators, the
-enclosing block. The producer's strategy governs the storage, wherever it is saved and however often. That rules out by
-construction what the paper calls conflicting mitigation (BaGuaLu-2, section V-A): one logical tensor in two precisions
-or on two devices, because two consumers chose differently.
+"""The scope of one micro-batch: runs its operators under their strategies, and packs what autograd saves (packing.py).
 
 A scope is open during one forward. It keeps nothing alive afterwards: what backward needs hangs on the autograd graph.
 
@@ -28,38 +23,24 @@ from flex_trainer.activations.choices import Choices
 from flex_trainer.activations.clock import Clock, HostClock
 from flex_trainer.activations.collector import collector_paused
 from flex_trainer.activations.context import current_scope, scope_is, warn_of_other_hooks
-from flex_trainer.activations.demand import Demand
-from flex_trainer.activations.entry import Entry, keeps_nothing
-from flex_trainer.activations.identity import StorageTable, is_plain
+from flex_trainer.activations.entry import keeps_nothing
 from flex_trainer.activations.known import KnownForward, Unwatched
-from flex_trainer.activations.leaves import leaves_of, tensors_of
+from flex_trainer.activations.leaves import tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.mitigation import Mitigation
 from flex_trainer.activations.offload import OffloadStore
-from flex_trainer.activations.place import OUTSIDE, Whereabouts
+from flex_trainer.activations.packing import Packing
+from flex_trainer.activations.place import Whereabouts
 from flex_trainer.activations.quantize import NonFinite
-from flex_trainer.activations.referred import ReferredStorages
 from flex_trainer.activations.region import Region
 from flex_trainer.activations.residency import Residency
-from flex_trainer.activations.storage_layout import StorageLayout
-from flex_trainer.activations.trace import CallTrace, Trace, ValueTrace
-from flex_trainer.activations.values import (
-    Holding,
-    Packed,
-    PackedInner,
-    PackedKept,
-    PackedOutput,
-    PackedReference,
-    PackedStored,
-    StoredValue,
-    alive,
-    detached,
-)
+from flex_trainer.activations.trace import CallTrace, Trace
+from flex_trainer.activations.values import Packed, PackedKept, alive, detached
 from flex_trainer.compat import current_backward, top_pack_hook
 from flex_trainer.strategy import LEAST_MOVED_BYTES, Site, Strategy
 
 
-class Scope:
+class Scope(Packing):
     """One micro-batch's forward under a plan."""
 
     def __init__(
@@ -85,9 +66,11 @@ class Scope:
         checks. `on_memory` is called where memory is worth a sample: operator boundaries, values coming back.
         `whereabouts`: lets an error name the operator. `on_backward` gets the number of each backward
         (`compat.current_backward`) that asks for values."""
-        self.ledger = ledger
-        self._demand = Demand(ledger)
-        self._trace = Trace()
+        self._clock: Clock = clock or HostClock()
+        mitigation = Mitigation(
+            ledger, self._clock, store, quantize_dtype, min_mitigated_bytes, non_finite or NonFinite()
+        )
+        super().__init__(ledger, mitigation, residency)
         self._marks: list[tuple[int, Any, Any]] = []  # (call, start, end): times not read yet
         self._on_backward = on_backward
         self._backward = -1  # the backward that asked for a value last
@@ -97,26 +80,12 @@ class Scope:
         self._choices = choices
         self._modules = modules or {}
         self._on_memory = on_memory
-        self._clock: Clock = clock or HostClock()
-        self.mitigation = Mitigation(
-            ledger, self._clock, store, quantize_dtype, min_mitigated_bytes, non_finite or NonFinite()
-        )
         self._whereabouts = whereabouts or Whereabouts()
-        self._residency = residency
         self.known = known
         """What this forward holds, if all is kept; None: every saved tensor is looked at. Set before it is opened."""
-        self._first_values: list[int] = []  # of each call
         self._unwatched = Unwatched()
         self._is_bare = False  # open without hooks outside of operators
         self._parameter_tensors = parameters
-        self._referred = ReferredStorages()
-        self._table: StorageTable[Entry] = StorageTable()
-        self._running: list[Site] = []  # operators that are running, innermost last; after an error, where it came from
-        self._stack: list[int] = []  # their calls,
-        self._between: list[Strategy] = []  # and what becomes of what is computed between their operators
-        self._region: Region | None = None  # the region that is running, if any,
-        self._region_call = -1  # and its call
-        self._num_packs = 0  # in the running region
         self._has_warned = False
 
     @contextmanager
@@ -238,8 +207,7 @@ class Scope:
         return result
 
     def passes(self, site: Site) -> bool:
-        """Whether an operator may run as if there were no scope, since nothing is looked at in it. Notes that it runs.
-        """
+        """Whether an operator may run as if there were no scope, since nothing is looked at in it. Notes that it runs."""
         if self.known is None or not self._unwatched.has_sentinel or site.layer < 0:
             return False
         self._unwatched.sites.append(site)
@@ -262,7 +230,7 @@ class Scope:
         strategy = self._strategy_now(site, chosen)
         outer_region = self._region, self._region_call
         self._stack.append(index)
-        self._between.append(Strategy.KEEP if chosen is Strategy.RECOMPUTE else chosen)
+        self._between.append(_moved(chosen))
         start = self._clock.mark()
         try:
             if strategy is Strategy.RECOMPUTE:
@@ -274,7 +242,9 @@ class Scope:
             self._stack.pop()
             self._between.pop()
             self._region, self._region_call = outer_region
-        self._note_outputs(index, strategy, result, region)
+        self._note_outputs(index, strategy if region is not None else _moved(chosen), result, region)
+        if site.is_router and self._region is not None:
+            self._region.note_routing(result, self._pack_input)
         self._on_memory()
         return result
 
@@ -291,9 +261,11 @@ class Scope:
         return False
 
     def _strategy_now(self, site: Site, chosen: Strategy) -> Strategy:
-        """What really happens at this site now: nothing inside a running region, and only what the site allows."""
+        """What really happens at this site now: nothing inside a running region, but to what routers make, and only
+        what the site allows."""
         is_refused = chosen is Strategy.RECOMPUTE and not site.is_recomputable
-        return Strategy.KEEP if is_refused or self._region is not None or not torch.is_grad_enabled() else chosen
+        is_inside = self._region is not None and not site.is_router
+        return Strategy.KEEP if is_refused or is_inside or not torch.is_grad_enabled() else chosen
 
     def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
         name = self._trace.calls[index].site.name
@@ -306,24 +278,6 @@ class Scope:
         with saved_tensors_hooks(self._pack_inner, self._unpack_hook()):
             return region.run(args, kwargs, lambda: self._num_packs), region
 
-    def _note_outputs(self, index: int, strategy: Strategy, result: Any, region: Region | None) -> None:
-        call = self._trace.calls[index]
-        for number, leaf in enumerate(leaves_of(result)):
-            if not isinstance(leaf, torch.Tensor) or not is_plain(leaf):
-                continue
-            storage = leaf.untyped_storage()
-            entry = self._table.get(storage)
-            if entry is None:
-                if self._referred.has(leaf, storage):
-                    continue
-                entry = self._new_entry(leaf, storage, index, strategy)
-            elif entry.owner != index and not self._trace.is_inside(entry.owner, index):
-                continue  # an input handed through: its producer governs it
-            call.output_bytes += entry.num_bytes
-            if region is not None and entry.region is None and entry.holding is None:
-                entry.region, entry.version = (region, number), leaf._version
-                self._table.watch(storage)
-
     def sweep(self) -> None:
         """Forget dead storages (called when a layer ends), and savers on branches of the graph that died in forward,
         such as a router's unused scores."""
@@ -334,65 +288,12 @@ class Scope:
         self._demand.sweep(self._trace.values)
         self._table.sweep(keeps_nothing)
 
-    # Packing
-
-    def _pack(self, tensor: torch.Tensor) -> Packed:
-        """Outside of recomputed regions."""
-        entry = self._entry(tensor)
-        if entry is None:
-            return self._refer(tensor)
-        self._note_change(entry, tensor)
-        self._count(entry)
-        return self._hold(entry, tensor)
-
-    def _pack_inner(self, tensor: torch.Tensor) -> Packed:
-        """Inside a recomputed region: number what the recomputation will save again, refer to the rest."""
-        number = self._num_packs
-        self._num_packs += 1
-        region = self._region
-        assert region is not None
-        if not is_plain(tensor):
-            return self._refer(tensor)
-        storage = tensor.untyped_storage()
-        entry = self._table.get(storage)
-        if entry is None:
-            if self._referred.has(tensor, storage):
-                return self._refer(tensor)
-            entry = self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
-        else:
-            self._note_change(entry, tensor)
-            is_given = bool(region.given) and storage._cdata in region.given
-            if is_given or not self._trace.is_inside(entry.owner, self._region_call):
-                self._count(entry)
-                return self._hold(entry, tensor)  # an input of the region, or a value from before it
-        if not entry.is_counted:
-            self._demand.drop(entry)
-        self._count(entry)
-        slot = region.inner_slot(number)
-        entry.pin(weakref.ref(slot))
-        return PackedInner(slot, tensor, region.name)
-
-    def _pack_input(self, tensor: torch.Tensor) -> Packed:
-        """A tensor that a region needs for its recompute."""
-        entry = self._entry(tensor)
-        if entry is None:
-            return self._reference(tensor)
-        self._note_change(entry, tensor)
-        return self._hold(entry, tensor)
+    # Backward
 
     def _pack_sentinel(self, tensor: torch.Tensor) -> Packed:
         """Where nothing is looked at: keep the tensor, and with it the account of the whole forward."""
         self._unwatched.has_sentinel = True
         return PackedKept(detached(tensor), self._unwatched.holding, self._name())
-
-    def _refer(self, tensor: torch.Tensor) -> PackedReference:
-        """The packed form of a parameter, or of a tensor of a kind that is left alone."""
-        self.ledger.num_unmanaged += not is_plain(tensor)
-        return self._reference(tensor)
-
-    def _reference(self, tensor: torch.Tensor) -> PackedReference:
-        # A parameter has no graph to keep alive, and kernels may look for attributes on it.
-        return PackedReference(tensor if type(tensor) is nn.Parameter else detached(tensor), self._name())
 
     def _unpack_hook(self) -> Callable[[Packed], torch.Tensor]:
         """The hook that brings values back; alive while the scope is open, and then as long as autograd holds any."""
@@ -413,87 +314,7 @@ class Scope:
         self._on_memory()
         return tensor
 
-    def _hold(self, entry: Entry, tensor: torch.Tensor) -> Packed:
-        """The packed form of a tensor whose storage is known."""
-        strategy, name = entry.strategy, self._owner_name(entry)
-        if entry.region is not None and self._is_whole(entry.region[0]):
-            region, output = entry.region
-            slot = region.output_slot(output)
-            entry.pin(weakref.ref(slot))
-            return PackedOutput(slot, tensor, name)
-        # A storage of rounded numbers may be shown as numbers only, never as integers or bits.
-        is_mitigated = strategy is Strategy.OFFLOAD or (
-            strategy is Strategy.QUANTIZE and (tensor.is_floating_point() or tensor.is_complex())
-        )
-        if is_mitigated:
-            stored = alive(entry.stored) or self._put(entry, tensor, name)
-            if stored is not None:
-                return PackedStored(stored, tensor, name)
-        holding = alive(entry.holding)
-        if holding is None:
-            holding = Holding(self.ledger, entry.num_bytes)
-            entry.holding = weakref.ref(holding)
-            entry.pin(entry.holding)
-        return PackedKept(detached(tensor), holding, name)
 
-    def _put(self, entry: Entry, tensor: torch.Tensor, name: str) -> StoredValue | None:
-        number = entry.value - (self._first_values[entry.owner] if entry.owner >= 0 else 0)
-        return self.mitigation.put(entry, tensor, self._trace.values[entry.value], (name, number))
-
-    def _count(self, entry: Entry) -> None:
-        """Note that autograd saves this storage, once per storage in the ledger, once per saver in the trace."""
-        value = self._trace.values[entry.value]
-        saver = self._stack[-1] if self._stack else -1
-        if not value.savers or value.savers[-1] != saver:
-            value.savers.append(saver)
-        if not entry.is_counted:
-            self._demand.count(entry)
-            if entry.region is not None and self._is_whole(entry.region[0]):
-                self._demand.drop(entry)
-
-    def _note_change(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """A storage that was changed in place since it was made (noise multiplied into a norm's output) is what the
-        code that changed it made, which is between the operators of the innermost block around its maker and its saver:
-        recomputing the maker does not bring it back, so neither a plan nor a run may count on that."""
-        if entry.version == tensor._version:
-            return
-        while entry.owner not in self._stack and entry.owner >= 0:
-            entry.owner = self._trace.calls[entry.owner].parent
-        at = self._stack.index(entry.owner) if entry.owner >= 0 else -1
-        entry.strategy = self._between[at] if at >= 0 else Strategy.KEEP
-        entry.version = tensor._version
-        entry.region = entry.stored = None
-        self._demand.keep(entry)
-        self._trace.values[entry.value].owner = entry.owner
-
-    def _is_whole(self, region: Region) -> bool:
-        """Whether a region can be run again in the backward of the operator that saves one of its outputs now."""
-        return self._residency is None or self._residency.is_whole(region.name, self._name())
-
-    # Identity
-
-    def _entry(self, tensor: torch.Tensor) -> Entry | None:
-        """What is known of the tensor's storage; None for parameters and for kinds of tensors left alone."""
-        if not is_plain(tensor):
-            return None
-        storage = tensor.untyped_storage()
-        entry = self._table.get(storage)
-        if entry is not None:
-            return entry
-        if self._referred.has(tensor, storage):
-            return None
-        if not self._stack:
-            return self._new_entry(tensor, storage, -1, Strategy.KEEP)
-        return self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
-
-    def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> Entry:
-        num_bytes = storage.nbytes()
-        self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size(), layout=StorageLayout.of(tensor)))
-        entry = Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
-        return self._table.put(storage, entry)
-
-    def _name(self) -> str:
-        return self._running[-1].name if self._running else OUTSIDE
-
-    def _owner_name(self, entry: Entry) -> str:
-        return self._trace.calls[entry.owner].site.name if entry.owner >= 0 else OUTSIDE
+def _moved(chosen: Strategy) -> Strategy:
+    """What becomes of values that no recomputation brings back."""
+    return Strategy.KEEP if chosen is Strategy.RECOMPUTE else chosen

@@ -196,6 +196,8 @@ class _SegmentPart:
             model.choices[number, index] = codes
             self.programme.at_most_zero((dict.fromkeys(codes.values(), 1.0), 1.0), ({-1: -1.0}, 1.0))
         for index, codes in enumerate(self.does):
+            if segment.operators[index].site.is_router:
+                continue
             for outer in np.flatnonzero(self.structure.inside[:, index]):
                 recompute = self.does[outer].get(RECOMPUTE)  # inside of a recomputed block, nothing else is decided
                 if recompute is not None and codes:
@@ -223,7 +225,7 @@ class _SegmentPart:
             if recompute is None:
                 continue
             output, live = programme.variable(), programme.variable()
-            for value in structure.owned[index]:
+            for value in () if structure.keeps_outputs[index] else structure.owned[index]:
                 programme.at_least(output, ({self.needed[value]: 1.0, recompute: 1.0, -1: -1.0}, 1.0))
             programme.at_least(live, ({output: 1.0}, 1.0))
             if structure.saves_inside[index]:
@@ -231,7 +233,7 @@ class _SegmentPart:
             unpaid = float(compiled.unpaid_seconds[0, index])
             programme.cost[live] += float(compiled.recompute_seconds[0, index]) - unpaid
             programme.cost[output] += unpaid
-            for value in structure.inputs[index]:
+            for value in (*structure.inputs[index], *structure.routing[index]):
                 programme.at_least(self.needed[value], ({live: 1.0}, 1.0))
             for value in structure.shared_inputs[index]:
                 programme.at_least(self.model.shared[value], ({live: 1.0}, 1.0))
@@ -247,7 +249,8 @@ class _SegmentPart:
 
         for index, needed in enumerate(self.needed):
             size, owner = model.scaled(float(compiled.bytes[0, index])), int(structure.owner[index])
-            enclosing = np.flatnonzero(structure.encloses[:, owner]) if owner >= 0 else []
+            drops = ~structure.keeps_outputs & (not structure.is_routing[index])
+            enclosing = np.flatnonzero(structure.encloses[:, owner] & drops) if owner >= 0 else []
             stays = programme.variable()  # needed, and not dropped
             programme.at_least(stays, ({needed: 1.0}, 1.0), (self._is_region(enclosing), -1.0))
             held = programme.variable(upper=size)
@@ -268,10 +271,13 @@ class _SegmentPart:
             there(1 - structure.gone[index], {held: 1.0}, 1.0)
             for level, regions in enumerate(structure.levels):
                 recompute = self.does[regions[index]].get(RECOMPUTE) if regions[index] >= 0 else None
-                if recompute is None:
+                if recompute is None or structure.is_routing[index]:
                     continue
                 comes_back = programme.variable()
-                if structure.is_saved[index]:
+                if structure.keeps_outputs[regions[index]]:  # what is needed outside is held
+                    if structure.is_saved[index]:
+                        programme.at_least(comes_back, ({recompute: 1.0}, 1.0), ({needed: 1.0}, -1.0))
+                elif structure.is_saved[index]:
                     programme.at_least(comes_back, ({recompute: 1.0}, 1.0))
                 else:
                     programme.at_least(comes_back, ({needed: 1.0, recompute: 1.0, -1: -1.0}, 1.0))

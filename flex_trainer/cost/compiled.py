@@ -6,7 +6,8 @@ tensors:
 - a recomputed operator or block drops what it made and holds its inputs instead, if anything of it is needed at all;
 - what one recomputed operator needs from another is recovered by a chain of recomputations, each of which costs an
   overhead and its operator's own forward time, once; a block that only has to bring back what was saved inside stops
-  early.
+  early;
+- a recomputed layer holds what others need of its outputs, and any recomputed block holds what its routers made.
 
 Which values a choice holds and which regions it recomputes follows from who makes, takes and saves what; sizes and
 times only turn it into amounts. So a `SegmentStructure` works the first part out for many sets of recomputed operators
@@ -154,6 +155,12 @@ class SegmentStructure:
         has_owner = np.flatnonzero(self.owner >= 0)
         self.made[has_owner, self.owner[has_owner]] = 1
         self._kinds = [operator.site.kind for operator in operators]
+        self.keeps_outputs = np.array([operator.site.keeps_outputs for operator in operators], dtype=bool)
+        is_router = np.array([operator.site.is_router for operator in operators], dtype=bool)
+        self.is_routing = np.zeros(m, dtype=bool)
+        self.is_routing[has_owner] = is_router[self.owner[has_owner]]
+        self._dropped = self.made * ~self.is_routing[:, None]
+        """m x n: a block around the operator drops the value, if it is recomputed."""
         self.is_saved = np.array([bool(value.savers) for value in values], dtype=bool)
         self._element_bytes = np.array([value.element_bytes for value in values], dtype=np.int64)
         # For every pair of a value and one of its savers: the operators that enclose both. If one of those is the
@@ -164,7 +171,7 @@ class SegmentStructure:
         last_saver = np.full(n, -1)
         for number, (value, saver) in enumerate(pairs):
             self._pair_values[number, value] = 1
-            if saver >= 0 and values[value].owner >= 0:
+            if saver >= 0 and values[value].owner >= 0 and not self.is_routing[value]:
                 both = self.encloses[:, saver] & self.encloses[:, values[value].owner]
                 self.pair_regions[:, number] = both
                 last_saver[both] = np.maximum(last_saver[both], saver)
@@ -183,7 +190,9 @@ class SegmentStructure:
         touches = made_or_taken.astype(np.float32)
         self.linked = touches @ touches.T > 0
         """n x n: one makes a value that the other takes, or both take one."""
-        self.owned = [np.flatnonzero(self.made @ self.encloses[index]) for index in range(n)]
+        self.owned = [np.flatnonzero(self._dropped @ self.encloses[index]) for index in range(n)]
+        self.routing = [np.flatnonzero(self.is_routing * (self.made @ self.inside[index])) for index in range(n)]
+        """By operator: what the routers inside make."""
         self._place(segment)
         self.pools: dict[tuple[bytes, bool], np.ndarray] = {}
         """Choices that a search in this structure found worth having, by what it was allowed."""
@@ -263,7 +272,7 @@ class SegmentStructure:
     def _consequences(self, roots: np.ndarray) -> Patterns:
         """What is recomputed, and which values must be there in backward, for all rows at once."""
         marks = roots.astype(np.float32)
-        dropped = ((marks @ self.encloses) > 0) @ self.made.T > 0
+        dropped = ((marks @ self.encloses) > 0) @ self._dropped.T > 0
         needed = (1 - marks @ self.pair_regions) @ self._pair_values > 0
         needed, by_operator = np.ascontiguousarray(needed.T), np.ascontiguousarray(roots.T)
         recomputed, stops_early = np.zeros_like(by_operator), np.zeros_like(by_operator)
@@ -271,16 +280,22 @@ class SegmentStructure:
         # Last region first: a recomputation needs what earlier ones make.
         for index in np.flatnonzero(by_operator.any(axis=1))[::-1].tolist():
             live = by_operator[index]
-            is_asked = live & needed[self.owned[index]].any(axis=0)
+            if self.keeps_outputs[index]:
+                is_asked = np.zeros_like(live)
+            else:
+                is_asked = live & needed[self.owned[index]].any(axis=0)
             if not self.saves_inside[index]:
                 live = is_asked
             elif self._is_block[index]:
                 stops_early[index] = live & ~is_asked
             recomputed[index] = live
             needed[self.inputs[index]] |= live
+            needed[self.routing[index]] |= live
             if len(self.shared_inputs[index]):
                 shared[self.shared_inputs[index]] |= live
         needed, recomputed, stops_early, shared = (array.T for array in (needed, recomputed, stops_early, shared))
+        in_layers = (marks * self.keeps_outputs) @ self.encloses @ self.made.T > 0
+        dropped &= ~(needed & in_layers)
         back = dropped & (needed | self.is_saved)
         by_level = [back & (level >= 0) & roots[:, level] for level in self.levels]
         recovered = np.concatenate([np.zeros((len(roots), 0), dtype=bool), *by_level], axis=1)

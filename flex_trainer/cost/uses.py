@@ -45,9 +45,15 @@ def find_uses(segment: Segment) -> Uses:
         chains.append({index} | (chains[operator.parent] if operator.parent >= 0 else set()))
     inside: list[list[int]] = [[] for _ in operators]
     for index, value in enumerate(values):
-        if value.owner >= 0:
-            for outer in chains[value.owner]:
-                inside[outer].append(index)
+        if value.owner < 0:
+            continue
+        if operators[value.owner].site.is_router:  # blocks around it take it in their recomputations
+            blocks = chains[value.owner] - {value.owner}
+            takers[index] += [outer for outer in sorted(blocks) if operators[outer].site.is_recomputable]
+            inside[value.owner].append(index)
+            continue
+        for outer in chains[value.owner]:
+            inside[outer].append(index)
     recompute_at = list(range(num))
     for index in range(num - 1, -1, -1):
         for value in inside[index]:

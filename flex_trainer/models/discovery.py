@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -42,6 +42,9 @@ class ModelMap:
     operators: tuple[Operator, ...]
     layers: tuple[Operator, ...]
     experts: tuple[Operator, ...]
+    is_repeatable: dict[str, bool] = field(default_factory=dict, compare=False)
+    """By site name, once it has run: whether a block can be run again, as it changes neither its buffers nor what it is
+    given. Shared with copies, so what a trace finds out holds in the first real forward."""
 
     def in_copy(self, model: nn.Module) -> ModelMap:
         """The same operators in a copy of the model."""
@@ -50,7 +53,7 @@ class ModelMap:
         def copied(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
             return tuple(Operator(modules[operator.site.name], operator.site) for operator in operators)
 
-        return ModelMap(copied(self.operators), copied(self.layers), copied(self.experts))
+        return ModelMap(copied(self.operators), copied(self.layers), copied(self.experts), self.is_repeatable)
 
 
 def discover(model: nn.Module) -> ModelMap:
@@ -123,7 +126,8 @@ class _Walk:
         self._seen: set[nn.Module] = set()
 
     def layer(self, layer: nn.Module, index: int) -> None:
-        self._add(layer, "layer", index, is_block=True, is_recomputable=False)
+        at = len(self.found)
+        self._add(layer, "layer", index, is_block=True)
         children = list(_children(layer))
         has_experts = any(child in self._experts for _, child in children)
         for name, child in children:
@@ -131,6 +135,11 @@ class _Walk:
                 self._add(child, "router", index, is_recomputable=False)
             else:
                 self._part(name, child, index)
+        # Run again as a whole, a layer is to find the decisions of its routers as they were.
+        has_routers = any(found.site.is_router for found in self.found[at:])
+        is_own = at < len(self.found) and self.found[at].module is layer
+        if is_own and not has_routers and any(part in self._experts for part in layer.modules()):
+            self.found[at] = Operator(layer, replace(self.found[at].site, is_recomputable=False))
 
     def outside(self, model: nn.Module) -> None:
         """The final norm and the output head."""

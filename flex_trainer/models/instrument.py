@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from flex_trainer.activations.context import current_scope
+from flex_trainer.activations.context import as_routed, current_scope
+from flex_trainer.activations.leaves import tensors_of
 from flex_trainer.activations.scope import Scope
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
@@ -99,24 +100,28 @@ class Instrumentation:
             self._undo.pop()()
 
     def _install(self, model: nn.Module, model_map: ModelMap, listener: RoutingListener) -> None:
+        expert_sites = {
+            operator.module: part_sites(operator.site)
+            for operator in model_map.experts
+            if dispatcher_of(operator.module) is None
+        }
         for operator in model_map.operators:
             dispatcher = dispatcher_of(operator.module)
             if dispatcher is not None:
                 managed = ManagedOperators(operator.module, operator.site, listener)
                 self._undo.append(replace_attribute(dispatcher, "operators", managed))
-            elif operator.site.kind == "experts":
-                self._replace_forward(operator.module, self._experts_forward(operator, listener))
+                continue
+            site = _ModuleSite(operator, model_map.is_repeatable)
+            if operator.site.kind == "experts":
+                self._replace_forward(operator.module, self._experts_forward(operator, site, listener))
             else:
-                self._replace_forward(operator.module, _module_forward(operator, self._outside))
+                parts = set(operator.module.modules())
+                inside = {module: sites for module, sites in expert_sites.items() if module in parts}
+                self._replace_forward(operator.module, _module_forward(operator, site, inside, self._outside))
         attention_sites = {
             operator.module: Site(f"{operator.site.name}.core", "attention_core", operator.site.layer)
             for operator in model_map.operators
             if operator.site.kind == "attention"
-        }
-        expert_sites = {
-            operator.module: part_sites(operator.site)
-            for operator in model_map.experts
-            if dispatcher_of(operator.module) is None
         }
         self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
         self._wrap_loss(model)
@@ -125,9 +130,11 @@ class Instrumentation:
         original = module.forward
         self._undo.append(replace_attribute(module, "forward", functools.wraps(original)(make(original))))
 
-    def _experts_forward(self, operator: Operator, listener: RoutingListener) -> Callable[..., Callable[..., Any]]:
+    def _experts_forward(
+        self, operator: Operator, module_site: _ModuleSite, listener: RoutingListener
+    ) -> Callable[..., Callable[..., Any]]:
         site, module = operator.site, operator.module
-        module_site, sites, outside = _ModuleSite(operator), part_sites(site), self._outside
+        sites, outside = {module: part_sites(site)}, self._outside
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,7 +145,7 @@ class Instrumentation:
                     num_experts = 0 if is_spread else int(getattr(module, "num_experts", 0) or 0)
                     listener.on_routed(site, Routing.local(top_k_index, num_experts))
                 # Backward may come after `remove`, and a recomputation has to take the very steps of this run.
-                function = functools.partial(_REGISTRIES.run_split, module, sites, original)
+                function = functools.partial(_REGISTRIES.run_split, sites, original)
                 return module_site.run(scope, function, args, kwargs)
 
             return _in_scope(run, original, site, outside)
@@ -165,34 +172,54 @@ class Instrumentation:
 class _ModuleSite:
     """A module's site, as it may be used in this forward.
 
-    A recomputation must find the module as the first run did, and change nothing. So a module with buffers is kept in
-    its first forward, which shows whether it writes into them (counters, running statistics); if it does, it is kept
-    for good. And it is kept whenever it is given a cache, which would be written twice.
+    A recomputation must find the module as the first run did, and change nothing. So a module with buffers, or a whole
+    layer, is kept in its first forward, which shows whether it writes into its buffers (counters, running statistics)
+    or into what it is given; if it does, it is kept for good. A trace on shapes shows that too, before the first real
+    forward. And a module is kept whenever it is given a cache, which would be written twice.
+
+    Args:
+        is_repeatable: what was found out, by site name (`ModelMap.is_repeatable`).
     """
 
-    def __init__(self, operator: Operator) -> None:
+    def __init__(self, operator: Operator, is_repeatable: dict[str, bool]) -> None:
         self._site = operator.site
         self._kept = replace(operator.site, is_recomputable=False)
         self._module = operator.module
-        self._is_checked = not self._buffers()
-        self._now = self._site if self._is_checked else self._kept
+        self._found = is_repeatable
+        self._now: Site | None = None
+        """None: not known yet."""
+        if not operator.site.is_recomputable or (operator.site.kind != "layer" and not self._buffers()):
+            self._now = self._site
 
     def run(self, scope: Scope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_checked:
-            site = self._now
-            if site.is_recomputable and scope.is_watching and _has_cache(args, kwargs):
-                site = self._kept
-            return scope.run(site, function, *args, **kwargs)
+        if self._now is None and self._site.name in self._found:
+            self._now = self._site if self._found[self._site.name] else self._kept
+        site = self._now
+        if site is None:
+            return self._run_first(scope, function, args, kwargs)
+        if site.is_recomputable and scope.is_watching and _has_cache(args, kwargs):
+            site = self._kept
+        return scope.run(site, function, *args, **kwargs)
+
+    def _run_first(
+        self, scope: Scope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         # Versions alone do not show a write through `.data`.
         before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in self._buffers()]
-        result = scope.run(self._kept, function, *args, **kwargs)
-        self._is_checked = True
+        given = [(tensor, tensor._version) for tensor in tensors_of(args, kwargs) if not tensor.is_inference()]
+        # In a trace nothing is recomputed, and what it finds out is put right when it has ended.
+        is_trace = any(isinstance(tensor, FakeTensor) for tensor in self._module.parameters())
+        site = self._site if is_trace and not _has_cache(args, kwargs) else self._kept
+        result = scope.run(site, function, *args, **kwargs)
         now = self._buffers()
-        if len(now) == len(before) and all(
-            buffer is first and buffer._version == version and _is_equal(buffer, content)
-            for buffer, (first, version, content) in zip(now, before, strict=True)
-        ):
-            self._now = self._site
+        self._found[self._site.name] = (
+            len(now) == len(before)
+            and all(
+                buffer is first and buffer._version == version and _is_equal(buffer, content)
+                for buffer, (first, version, content) in zip(now, before, strict=True)
+            )
+            and all(tensor._version == version for tensor, version in given)
+        )
         return result
 
     def _buffers(self) -> list[torch.Tensor]:
@@ -210,20 +237,32 @@ def _is_equal(buffer: torch.Tensor, content: torch.Tensor) -> bool:
     return isinstance(buffer, FakeTensor) or torch.equal(buffer, content)  # a trace on shapes alone has no contents
 
 
-def _module_forward(operator: Operator, outside: Outside) -> Callable[..., Callable[..., Any]]:
-    site = _ModuleSite(operator)
-    is_layer = operator.site.kind == "layer"
+def _module_forward(
+    operator: Operator, site: _ModuleSite, experts: dict[nn.Module, dict[str, Site]], outside: Outside
+) -> Callable[..., Callable[..., Any]]:
+    """`experts`: those inside that are cut into operators."""
+    is_layer, is_router = operator.site.kind == "layer", operator.site.is_router
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        # As with experts: the very steps of the first run, whenever backward comes.
+        function = functools.partial(_REGISTRIES.run_split, experts, original) if experts else original
+        if is_router:
+            function = functools.partial(_route, original)
+
         def run(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = site.run(scope, original, args, kwargs)
+            result = site.run(scope, function, args, kwargs)
             if is_layer:
                 scope.sweep()
             return result
 
-        return _in_scope(run, original, operator.site, outside, may_pass=not is_layer)
+        return _in_scope(run, function, operator.site, outside, may_pass=not is_layer)
 
     return make
+
+
+def _route(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a router; in a recomputation of what is around it, the first run's results come out."""
+    return as_routed(original(*args, **kwargs))
 
 
 class _Registries:
@@ -259,12 +298,17 @@ class _Registries:
         return remove
 
     def run_split(
-        self, module: nn.Module, sites: dict[str, Site], function: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        sites: dict[nn.Module, dict[str, Site]],
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Run the experts' own forward with its product cut into operators, also when the model is attached no more."""
-        if module in self._experts:
+        """Run a forward with the products of the experts inside cut into operators, also when the model is attached no
+        more."""
+        if all(module in self._experts for module in sites):
             return function(*args, **kwargs)
-        remove = self.add({}, {module: sites})
+        remove = self.add({}, sites)
         try:
             return function(*args, **kwargs)
         finally:

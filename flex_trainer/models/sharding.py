@@ -208,9 +208,13 @@ def without_recomputed_collectives(model_map: ModelMap) -> ModelMap:
 
 def _without_collective(operator: Operator) -> Operator:
     module = operator.module
-    has_inner_unit = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
-    is_foreign = bool(getattr(module, "_is_expert_parallel", False)) and dispatcher_of(module) is None
-    if not has_inner_unit and not is_foreign:
+    inside = [part for part in module.modules() if part is not module]
+    has_inner_unit = any(isinstance(part, FSDPModule) for part in inside)
+    is_spread = bool(getattr(module, "_is_expert_parallel", False)) and dispatcher_of(module) is None
+    encloses_spread = any(
+        getattr(part, "_is_expert_parallel", False) or dispatcher_of(part) is not None for part in inside
+    )
+    if not has_inner_unit and not is_spread and not encloses_spread:
         return operator
     return Operator(module, replace(operator.site, is_recomputable=False))
 

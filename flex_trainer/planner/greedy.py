@@ -259,7 +259,12 @@ class GreedyMethod:
         """Choices that bring the peak, copies on their way left out, to `room_bytes`, or as low as is found."""
         state = self._descent(start, free, allowed, gradients).to(room_bytes)
         if state.timeline.peak().num_bytes > room_bytes:
-            everything = [self._everything(start, free, first, second) for first in allowed for second in allowed]
+            everything = [
+                self._everything(start, free, first, second, with_layers=with_layers)
+                for first in allowed
+                for second in allowed
+                for with_layers in (True, False)
+            ]
             states = [state, *(self._state(choices, free, gradients) for choices in everything)]
             state = min(states, key=lambda one: one.timeline.peak().num_bytes)
         if state.timeline.peak().num_bytes <= room_bytes:
@@ -285,12 +290,14 @@ class GreedyMethod:
         return _State.of(self._costs, choices, free, self._costs.timeline(choices, gradients, in_flight_bytes=0))
 
     def _everything(
-        self, start: Sequence[Choice], free: Sequence[bytes], first: Strategy, second: Strategy
+        self, start: Sequence[Choice], free: Sequence[bytes], first: Strategy, second: Strategy, *, with_layers: bool
     ) -> list[Choice]:
-        """One strategy for all that may still be chosen for, and another one for what it cannot be applied to."""
+        """One strategy for all that may still be chosen for, and another one for what it cannot be applied to; layers
+        as a whole among them or not."""
         choices = []
         for number, choice, marks in zip(self._costs.class_of, start, free, strict=True):
-            allows = self._costs.compiled[number].structure.allows
+            structure = self._costs.compiled[number].structure
+            allows = structure.allows if with_layers else structure.allows & ~structure.keeps_outputs[:, None]
             codes = np.frombuffer(choice, dtype=np.uint8)
             for code in (CODE_OF[second], CODE_OF[first]):
                 codes = np.where(allows[:, code] & np.frombuffer(marks, dtype=bool), code, codes)

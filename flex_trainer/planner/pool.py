@@ -79,7 +79,8 @@ class PoolMethod:
         self, available_bytes: int, gradients: GradientBytes | None, fixed: Mapping[str, Strategy], with_pool: bool
     ) -> _Problem:
         parts = self._parts_of(fixed, with_pool)
-        return _Problem(self._costs, parts, 1 + len(self._codes), available_bytes, gradients)
+        num_uniform = 1 + len(self._codes) + (RECOMPUTE in self._codes)
+        return _Problem(self._costs, parts, num_uniform, available_bytes, gradients)
 
     def _parts_of(self, fixed: Mapping[str, Strategy], with_pool: bool) -> list[_Part]:
         """By segment."""
@@ -101,6 +102,9 @@ class PoolMethod:
         n = structure.num_operators
         # Uniform ones first: `_Problem.uniform` knows their places.
         uniform = [np.where(structure.allows[:, code], code, KEEP) for code in (KEEP, *self._codes)]
+        if RECOMPUTE in self._codes:
+            within = structure.allows[:, RECOMPUTE] & ~structure.keeps_outputs
+            uniform.append(np.where(within, RECOMPUTE, KEEP))
         codes = np.array(uniform, dtype=np.int64).reshape(len(uniform), n)
         passed = self._costs.passed(number).choices
         if with_pool and passed:
@@ -130,7 +134,8 @@ class _Problem:
         available_bytes: int,
         gradients: GradientBytes | None,
     ) -> None:
-        """`num_uniform`: so many choices of each part come first, the same ones in all: keep, and each mitigation."""
+        """`num_uniform`: so many choices of each part come first, the same ones in all: keep, each mitigation, and
+        recompute within layers."""
         self._num_uniform = num_uniform
         self._parts = list({id(part): part for part in parts}.values())
         numbers = {id(part): number for number, part in enumerate(self._parts)}

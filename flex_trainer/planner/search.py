@@ -94,11 +94,12 @@ class _Search:
     # Sets of recomputed operators
 
     def _plain(self) -> np.ndarray:
-        """None, all, all operators but no block, and these with one operator more or less."""
+        """None, all, all but whole layers, all operators but no block, and these with one operator more or less."""
         n, may = self.structure.num_operators, self.moves.may_recompute
+        in_layers = may & ~self.structure.keeps_outputs
         leaves = may & ~(self.structure.inside & may).any(axis=1)
         alone = np.eye(n, dtype=bool)[self.free]
-        return np.concatenate([np.array([np.zeros(n, dtype=bool), may, leaves]), alone, may & ~alone, leaves & ~alone])
+        return np.concatenate([np.array([np.zeros(n, dtype=bool), may, in_layers, leaves]), alone, in_layers & ~alone, leaves & ~alone])
 
     def _greedy(self, moves: list[int], by_size: int) -> np.ndarray:
         """What Algorithm 2 passes through in this segment, as codes."""
@@ -241,7 +242,13 @@ class _Search:
         may = {code: self.structure.allows[:, code] for code in codes}
         if not self.moves.may_recompute.any():
             codes.remove(RECOMPUTE)
-        rows = [np.where(may[first], first, np.where(may[second], second, KEEP)) for first in codes for second in codes]
+        may_inside = {code: allowed & ~self.structure.keeps_outputs for code, allowed in may.items()}
+        rows = [
+            np.where(allowed[first], first, np.where(allowed[second], second, KEEP))
+            for allowed in (may, may_inside)
+            for first in codes
+            for second in codes
+        ]
         return np.unique(np.array(rows), axis=0)
 
 

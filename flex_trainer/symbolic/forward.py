@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -129,7 +129,11 @@ class SymbolicModel:
                 stack.enter_context(run.counter)
                 if self._has_fused_attention:
                     stack.enter_context(FusedAttention(lambda: run.work))
-                return run.forward_and_backward(args, kwargs, with_backward)
+                forward = run.forward_and_backward(args, kwargs, with_backward)
+            for call in forward.trace.calls:
+                if not self._map.is_repeatable.get(call.site.name, True):
+                    call.site = replace(call.site, is_recomputable=False)
+            return forward
         except _CANNOT as error:
             raise NotSymbolic(f"the model cannot be run on shapes alone: {error}") from error
         finally:

@@ -102,6 +102,7 @@ def train_step(
             ByFunction(choose),
             ledger,
             parameters=[*model.parameters(), *model.buffers()],
+            modules=dict(model.named_modules()),
             store=lambda: store,
             quantize_dtype=quantize_dtype,
             min_mitigated_bytes=1,

@@ -47,7 +47,8 @@ def only(kind: str) -> Choose:
 CHOICES: dict[str, Choose] = {
     "keep": lambda site: KEEP,
     "recompute every operator": lambda site: KEEP if site.is_block else RECOMPUTE,
-    "recompute blocks": lambda site: RECOMPUTE if site.is_block else KEEP,
+    "recompute blocks": lambda site: RECOMPUTE if site.is_block and site.kind != "layer" else KEEP,
+    "recompute layers": lambda site: RECOMPUTE if site.kind == "layer" else KEEP,
     "recompute everything": lambda site: RECOMPUTE,
     "offload everything": lambda site: OFFLOAD,
     "mixed": mixed,
@@ -135,8 +136,11 @@ def test_dropout_and_caches(architecture: str):
     batch = tiny_batch(model, batch_size=2, sequence_length=8)
     plain = train_step(model, batch)
     with instrumented(model):
-        for choose in (CHOICES["recompute everything"], CHOICES["recompute every operator"], mixed):
+        for choose in (CHOICES["recompute blocks"], CHOICES["recompute every operator"], mixed):
             assert_same_step(train_step(model, batch, choose), plain)
+        batch["use_cache"] = False
+        plain = train_step(model, batch)
+        assert_same_step(train_step(model, batch, CHOICES["recompute layers"]), plain)
 
 
 @pytest.mark.parametrize("architecture", sweep_over(FAMILIES))
@@ -147,8 +151,8 @@ def test_low_precision(architecture: str):
         batch = {**tiny_batch(model, batch_size=2, sequence_length=8), "use_cache": False}
         plain = train_step(model, batch, autocast=autocast)
         with instrumented(model):
-            for choose in (CHOICES["recompute everything"], CHOICES["recompute every operator"], mixed):
-                assert_same_step(train_step(model, batch, choose, autocast=autocast), plain)
+            for name in ("recompute blocks", "recompute layers", "recompute every operator", "mixed"):
+                assert_same_step(train_step(model, batch, CHOICES[name], autocast=autocast), plain)
 
 
 @pytest.mark.parametrize("architecture", [name for name in FAMILIES if name not in ("llama", "qwen3")])
@@ -186,10 +190,12 @@ def test_every_other_architecture(architecture: str):
     batch = {**tiny_batch(model, batch_size=2, sequence_length=8), "use_cache": False}
     plain = train_step(model, batch)
     with instrumented(model):
-        everything = train_step(model, batch, CHOICES["recompute everything"])
-        assert_same_step(everything, plain)
-        assert_same_step(train_step(model, batch, mixed), plain)
-    assert everything.ledger.num_recomputes > 0
+        blocks = train_step(model, batch, CHOICES["recompute blocks"])
+        layers = train_step(model, batch, CHOICES["recompute layers"])
+        mixed_step = train_step(model, batch, mixed)
+    for step in (blocks, layers, mixed_step):
+        assert_same_step(step, plain)
+    assert blocks.ledger.num_recomputes > 0
 
 
 def test_strategies_may_change_while_forward_runs():

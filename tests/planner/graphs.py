@@ -20,16 +20,20 @@ def segments(draw: st.DrawFn, layer: int) -> Segment:
     """A layer: blocks with operators inside and operators beside them; each operator takes earlier values."""
     operators: list[Operator] = []
     values: list[Value] = [Value(-1, MOVED_BYTES, (-1,))]  # what comes into the layer, held by the one before
-    open_block = -1
+    layer_block = open_block = 0 if draw(st.booleans()) else -1
     for index in range(draw(st.integers(1, 7))):
-        kind = draw(st.sampled_from(("block", *KINDS, "router")))
-        parent = -1 if kind == "block" else draw(st.sampled_from((-1, open_block)))
+        if index == layer_block:
+            kind, parent = "layer", -1
+        else:
+            kind = draw(st.sampled_from(("block", *KINDS, "router")))
+            parent = layer_block if kind == "block" else draw(st.sampled_from((layer_block, open_block)))
         inputs = tuple(sorted(draw(st.sets(st.integers(0, len(values) - 1), min_size=1, max_size=2))))
-        site = Site(f"l{layer}.o{index}", kind, layer, is_block=kind == "block", is_recomputable=kind != "router")
+        is_block = kind in ("block", "layer")
+        site = Site(f"l{layer}.o{index}", kind, layer, is_block=is_block, is_recomputable=kind != "router")
         operators.append(Operator(site, parent, inputs, draw(st.integers(0, 50)) * 1e-4, MOVED_BYTES, MOVED_BYTES))
         if kind == "block":
             open_block = index
-        elif draw(st.booleans()):  # it saves one of its inputs
+        elif kind != "layer" and draw(st.booleans()):  # it saves one of its inputs
             saved = inputs[0]
             values[saved] = _saved_by(values[saved], index)
         for _ in range(draw(st.integers(0, 2))):
@@ -66,7 +70,20 @@ def held_by_brute_force(segment: Segment, choice: Mapping[int, Strategy], moves_
     def is_recomputed(region: int) -> bool:
         """Something that lies in the region is asked for in backward."""
         mine = [i for i, value in enumerate(values) if value.owner >= 0 and region_of(value.owner) == region]
+        mine = [i for i in mine if operators[values[i].owner].site.kind != "router"]
+        if operators[region].site.kind == "layer":  # run again for what is inside only
+            return any(saver >= 0 and region_of(saver) == region for i in mine for saver in values[i].savers)
         return any(values[i].savers or is_taken_by_a_recompute(i, other_than=region) for i in mine)
+
+    def stays(number: int, region: int) -> bool:
+        """Held although a block around its maker is recomputed."""
+        savers = values[number].savers
+        if operators[values[number].owner].site.kind == "router":
+            return bool(savers) or is_recomputed(region)
+        is_saved_outside = any(saver < 0 or region_of(saver) != region for saver in savers)
+        return operators[region].site.kind == "layer" and (
+            is_saved_outside or is_taken_by_a_recompute(number, other_than=region)
+        )
 
     def is_taken_by_a_recompute(number: int, other_than: int | None) -> bool:
         regions = {region_of(index) for index in range(len(operators))} - {None, other_than}
@@ -74,9 +91,11 @@ def held_by_brute_force(segment: Segment, choice: Mapping[int, Strategy], moves_
 
     total = 0
     for number, value in enumerate(values):
-        if value.owner >= 0 and region_of(value.owner) is not None:
-            continue  # dropped; comes back with the recomputation
-        if not value.savers and not is_taken_by_a_recompute(number, other_than=None):
+        region = region_of(value.owner) if value.owner >= 0 else None
+        if region is not None:
+            if not stays(number, region):
+                continue  # dropped; comes back with the recomputation
+        elif not value.savers and not is_taken_by_a_recompute(number, other_than=None):
             continue
         strategy = choice.get(value.owner, Strategy.KEEP)
         is_large = value.num_bytes >= moves_from_bytes
