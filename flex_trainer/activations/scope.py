@@ -207,7 +207,7 @@ class Scope(Packing):
         return result
 
     def passes(self, site: Site) -> bool:
-        """Whether an operator may run as if there were no scope, since nothing is looked at in it. Notes that it runs."""
+        """Whether an operator may run as if there were no scope: nothing is looked at in it. Notes that it runs."""
         if self.known is None or not self._unwatched.has_sentinel or site.layer < 0:
             return False
         self._unwatched.sites.append(site)

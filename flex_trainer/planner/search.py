@@ -99,7 +99,9 @@ class _Search:
         in_layers = may & ~self.structure.keeps_outputs
         leaves = may & ~(self.structure.inside & may).any(axis=1)
         alone = np.eye(n, dtype=bool)[self.free]
-        return np.concatenate([np.array([np.zeros(n, dtype=bool), may, in_layers, leaves]), alone, in_layers & ~alone, leaves & ~alone])
+        return np.concatenate(
+            [np.array([np.zeros(n, dtype=bool), may, in_layers, leaves]), alone, in_layers & ~alone, leaves & ~alone]
+        )
 
     def _greedy(self, moves: list[int], by_size: int) -> np.ndarray:
         """What Algorithm 2 passes through in this segment, as codes."""
