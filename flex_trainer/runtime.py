@@ -194,7 +194,7 @@ class FlexRuntime(RunView):
                 "attach(stage, part='stage 0')"
             )
         # Step 1: everything that may be refused.
-        managed = ManagedModel.of(model, self._given_device, part)
+        managed = ManagedModel.of(model, self._given_device, part, self.config.trace)
         books = self._books_for(managed.device)
         resumed = path_of_part(self._resumed_profile, part) if self._resumed_profile is not None else None
         one = ModelPart(

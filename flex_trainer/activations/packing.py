@@ -5,7 +5,7 @@ enclosing block. The producer's strategy governs the storage, wherever it is sav
 construction what the paper calls conflicting mitigation (BaGuaLu-2, section V-A): one logical tensor in two precisions
 or on two devices, because two consumers chose differently.
 
-What a recomputed region makes is dropped. Two things are not: what its routers make, so that a routing decision is
+What a recomputed region makes is dropped. Two things are not: what its routers decide, so that a routing decision is
 never made twice, and, where the region is a whole layer, what others need of its outputs, so that to bring back one
 layer does not take all those below it.
 """
@@ -88,6 +88,7 @@ class Packing:
             elif entry.owner != index and not self._trace.is_inside(entry.owner, index):
                 continue  # an input handed through: its producer governs it
             call.output_bytes += entry.num_bytes
+            self._trace.values[entry.value].is_decision |= call.site.is_router
             if region is not None and entry.region is None and entry.holding is None:
                 entry.region, entry.version = (region, number), leaf._version
                 self._table.watch(storage)
@@ -123,7 +124,7 @@ class Packing:
             if is_given or not self._trace.is_inside(entry.owner, self._region_call):
                 self._count(entry)
                 return self._hold(entry, tensor)  # an input of the region, or a value from before it
-        if self._is_routing(entry):
+        if self._trace.values[entry.value].is_decision:
             self._count(entry)
             return self._hold(entry, tensor)
         if not entry.is_counted:
@@ -207,10 +208,6 @@ class Packing:
         """Whether a region can be run again in the backward of the operator that saves one of its outputs now."""
         return self._residency is None or self._residency.is_whole(region.name, self._name())
 
-    def _is_routing(self, entry: Entry) -> bool:
-        """Whether a router has made it."""
-        return entry.owner >= 0 and self._trace.calls[entry.owner].site.is_router
-
     # Identity
 
     def _entry(self, tensor: torch.Tensor) -> Entry | None:
@@ -229,7 +226,12 @@ class Packing:
 
     def _new_entry(self, tensor: torch.Tensor, storage: torch.UntypedStorage, owner: int, strategy: Strategy) -> Entry:
         num_bytes = storage.nbytes()
-        self._trace.values.append(ValueTrace(owner, num_bytes, tensor.element_size(), layout=StorageLayout.of(tensor)))
+        is_decision = owner >= 0 and self._trace.calls[owner].site.is_router and not tensor.is_floating_point()
+        self._trace.values.append(
+            ValueTrace(
+                owner, num_bytes, tensor.element_size(), layout=StorageLayout.of(tensor), is_decision=is_decision
+            )
+        )
         entry = Entry(owner, strategy, len(self._trace.values) - 1, tensor._version, num_bytes)
         return self._table.put(storage, entry)
 

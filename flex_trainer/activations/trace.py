@@ -23,6 +23,8 @@ class ValueTrace:
     """Calls whose autograd nodes save it."""
     layout: StorageLayout | None = None
     """Of the tensor in which it was first seen."""
+    is_decision: bool = False
+    """A router has decided it: what it gives, and the numbers of experts inside of it."""
     has_infinity: bool = False
     """It was seen to hold infinities, as masks do: it is kept where others are quantized."""
 

@@ -233,7 +233,7 @@ class _SegmentPart:
             unpaid = float(compiled.unpaid_seconds[0, index])
             programme.cost[live] += float(compiled.recompute_seconds[0, index]) - unpaid
             programme.cost[output] += unpaid
-            for value in (*structure.inputs[index], *structure.routing[index]):
+            for value in (*structure.inputs[index], *structure.decisions[index]):
                 programme.at_least(self.needed[value], ({live: 1.0}, 1.0))
             for value in structure.shared_inputs[index]:
                 programme.at_least(self.model.shared[value], ({live: 1.0}, 1.0))
@@ -249,7 +249,7 @@ class _SegmentPart:
 
         for index, needed in enumerate(self.needed):
             size, owner = model.scaled(float(compiled.bytes[0, index])), int(structure.owner[index])
-            drops = ~structure.keeps_outputs & (not structure.is_routing[index])
+            drops = ~structure.keeps_outputs & (not structure.is_decision[index])
             enclosing = np.flatnonzero(structure.encloses[:, owner] & drops) if owner >= 0 else []
             stays = programme.variable()  # needed, and not dropped
             programme.at_least(stays, ({needed: 1.0}, 1.0), (self._is_region(enclosing), -1.0))
@@ -271,7 +271,7 @@ class _SegmentPart:
             there(1 - structure.gone[index], {held: 1.0}, 1.0)
             for level, regions in enumerate(structure.levels):
                 recompute = self.does[regions[index]].get(RECOMPUTE) if regions[index] >= 0 else None
-                if recompute is None or structure.is_routing[index]:
+                if recompute is None or structure.is_decision[index]:
                     continue
                 comes_back = programme.variable()
                 if structure.keeps_outputs[regions[index]]:  # what is needed outside is held

@@ -7,7 +7,7 @@ tensors:
 - what one recomputed operator needs from another is recovered by a chain of recomputations, each of which costs an
   overhead and its operator's own forward time, once; a block that only has to bring back what was saved inside stops
   early;
-- a recomputed layer holds what others need of its outputs, and any recomputed block holds what its routers made.
+- a recomputed layer holds what others need of its outputs, and any recomputed block holds what its routers decided.
 
 Which values a choice holds and which regions it recomputes follows from who makes, takes and saves what; sizes and
 times only turn it into amounts. So a `SegmentStructure` works the first part out for many sets of recomputed operators
@@ -54,7 +54,7 @@ _MAX_PATTERNS = 20_000
 _operator_structure = attrgetter(
     "site.kind", "site.is_block", "site.is_recomputable", "parent", "inputs", "shared_inputs"
 )
-_value_structure = attrgetter("owner", "savers", "element_bytes")
+_value_structure = attrgetter("owner", "savers", "element_bytes", "is_decision")
 
 
 @dataclass
@@ -156,10 +156,8 @@ class SegmentStructure:
         self.made[has_owner, self.owner[has_owner]] = 1
         self._kinds = [operator.site.kind for operator in operators]
         self.keeps_outputs = np.array([operator.site.keeps_outputs for operator in operators], dtype=bool)
-        is_router = np.array([operator.site.is_router for operator in operators], dtype=bool)
-        self.is_routing = np.zeros(m, dtype=bool)
-        self.is_routing[has_owner] = is_router[self.owner[has_owner]]
-        self._dropped = self.made * ~self.is_routing[:, None]
+        self.is_decision = np.array([value.is_decision and value.owner >= 0 for value in values], dtype=bool)
+        self._dropped = self.made * ~self.is_decision[:, None]
         """m x n: a block around the operator drops the value, if it is recomputed."""
         self.is_saved = np.array([bool(value.savers) for value in values], dtype=bool)
         self._element_bytes = np.array([value.element_bytes for value in values], dtype=np.int64)
@@ -171,7 +169,7 @@ class SegmentStructure:
         last_saver = np.full(n, -1)
         for number, (value, saver) in enumerate(pairs):
             self._pair_values[number, value] = 1
-            if saver >= 0 and values[value].owner >= 0 and not self.is_routing[value]:
+            if saver >= 0 and values[value].owner >= 0 and not self.is_decision[value]:
                 both = self.encloses[:, saver] & self.encloses[:, values[value].owner]
                 self.pair_regions[:, number] = both
                 last_saver[both] = np.maximum(last_saver[both], saver)
@@ -191,8 +189,8 @@ class SegmentStructure:
         self.linked = touches @ touches.T > 0
         """n x n: one makes a value that the other takes, or both take one."""
         self.owned = [np.flatnonzero(self._dropped @ self.encloses[index]) for index in range(n)]
-        self.routing = [np.flatnonzero(self.is_routing * (self.made @ self.inside[index])) for index in range(n)]
-        """By operator: what the routers inside make."""
+        self.decisions = [np.flatnonzero(self.is_decision * (self.made @ self.inside[index])) for index in range(n)]
+        """By operator: what the routers inside decide."""
         self._place(segment)
         self.pools: dict[tuple[bytes, bool], np.ndarray] = {}
         """Choices that a search in this structure found worth having, by what it was allowed."""
@@ -290,7 +288,7 @@ class SegmentStructure:
                 stops_early[index] = live & ~is_asked
             recomputed[index] = live
             needed[self.inputs[index]] |= live
-            needed[self.routing[index]] |= live
+            needed[self.decisions[index]] |= live
             if len(self.shared_inputs[index]):
                 shared[self.shared_inputs[index]] |= live
         needed, recomputed, stops_early, shared = (array.T for array in (needed, recomputed, stops_early, shared))

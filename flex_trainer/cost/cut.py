@@ -28,6 +28,7 @@ class ValueNode:
     owner: int
     savers: tuple[int, ...]
     element_bytes: int
+    is_decision: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class _Template:
     owners: tuple[int, ...]
     savers: tuple[tuple[int, ...], ...]
     element_bytes: tuple[int, ...]
+    is_decision: tuple[bool, ...]
 
     @property
     def key(self) -> Hashable:
         """Equal for segments that are alike but for names and sizes."""
         sites = tuple((site.kind, site.is_block, site.is_recomputable, site.layer < 0) for site in self.sites)
-        return sites, self.parents, self.inputs, self.shared_inputs, self.owners, self.savers, self.element_bytes
+        values = self.owners, self.savers, self.element_bytes, self.is_decision
+        return sites, self.parents, self.inputs, self.shared_inputs, values
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Cut:
                     owners=tuple(local_call.get(values[index].owner, -1) for index in values_of[layer]),
                     savers=tuple(savers),
                     element_bytes=tuple(values[index].element_bytes for index in values_of[layer]),
+                    is_decision=tuple(values[index].is_decision for index in values_of[layer]),
                 )
             )
         self._positions = Positions(
@@ -193,6 +197,7 @@ class Cut:
             template.element_bytes,
             sizes.value_rows[at].tolist(),
             sizes.is_routed[at].tolist(),
+            template.is_decision,
             strict=True,
         )
         return Segment(

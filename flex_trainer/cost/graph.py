@@ -30,6 +30,8 @@ class Value:
     """Rows that it is quantized in, each with a scale of its own; 0: it is not quantized."""
     is_routed: bool = False
     """Whether its size follows the number of rows that the layer's experts get."""
+    is_decision: bool = False
+    """A router has decided it: it is held also where a block around the router is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ _operator_key = attrgetter(
     "backward_transient_bytes",
     "gradient_bytes",
 )
-_value_key = attrgetter("owner", "num_bytes", "savers", "element_bytes", "num_rows", "is_routed")
+_value_key = attrgetter("owner", "num_bytes", "savers", "element_bytes", "num_rows", "is_routed", "is_decision")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,10 @@ class Structure:
     def of(cls, trace: Trace) -> Structure:
         return cls(
             tuple(CallNode(call.site, call.parent, tuple(dict.fromkeys(call.inputs))) for call in trace.calls),
-            tuple(ValueNode(value.owner, tuple(value.savers), value.element_bytes) for value in trace.values),
+            tuple(
+                ValueNode(value.owner, tuple(value.savers), value.element_bytes, value.is_decision)
+                for value in trace.values
+            ),
         )
 
     def is_of(self, trace: Trace) -> bool:
@@ -232,7 +235,12 @@ class Structure:
                 for call in data["calls"]
             ),
             tuple(
-                ValueNode(int(value["owner"]), tuple(map(int, value["savers"])), int(value["element_bytes"]))
+                ValueNode(
+                    int(value["owner"]),
+                    tuple(map(int, value["savers"])),
+                    int(value["element_bytes"]),
+                    bool(value.get("is_decision", False)),
+                )
                 for value in data["values"]
             ),
         )

@@ -47,7 +47,7 @@ def find_uses(segment: Segment) -> Uses:
     for index, value in enumerate(values):
         if value.owner < 0:
             continue
-        if operators[value.owner].site.is_router:  # blocks around it take it in their recomputations
+        if value.is_decision:  # blocks around the router take it in their recomputations
             blocks = chains[value.owner] - {value.owner}
             takers[index] += [outer for outer in sorted(blocks) if operators[outer].site.is_recomputable]
             inside[value.owner].append(index)

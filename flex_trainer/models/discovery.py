@@ -46,6 +46,17 @@ class ModelMap:
     """By site name, once it has run: whether a block can be run again, as it changes neither its buffers nor what it is
     given. Shared with copies, so what a trace finds out holds in the first real forward."""
 
+    def with_layers_kept(self) -> ModelMap:
+        """The same operators, where no layer is recomputed as a whole."""
+
+        def kept(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+            return tuple(
+                replace(one, site=replace(one.site, is_recomputable=False)) if one.site.kind == "layer" else one
+                for one in operators
+            )
+
+        return ModelMap(kept(self.operators), kept(self.layers), self.experts, self.is_repeatable)
+
     def in_copy(self, model: nn.Module) -> ModelMap:
         """The same operators in a copy of the model."""
         modules = dict(model.named_modules())

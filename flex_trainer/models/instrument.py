@@ -105,6 +105,7 @@ class Instrumentation:
             for operator in model_map.experts
             if dispatcher_of(operator.module) is None
         }
+        sites: list[_ModuleSite] = []
         for operator in model_map.operators:
             dispatcher = dispatcher_of(operator.module)
             if dispatcher is not None:
@@ -112,6 +113,7 @@ class Instrumentation:
                 self._undo.append(replace_attribute(dispatcher, "operators", managed))
                 continue
             site = _ModuleSite(operator, model_map.is_repeatable)
+            sites.append(site)
             if operator.site.kind == "experts":
                 self._replace_forward(operator.module, self._experts_forward(operator, site, listener))
             else:
@@ -125,6 +127,8 @@ class Instrumentation:
         }
         self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
         self._wrap_loss(model)
+        for site in sites:
+            site.note_code()
 
     def _replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         original = module.forward
@@ -175,7 +179,8 @@ class _ModuleSite:
     A recomputation must find the module as the first run did, and change nothing. So a module with buffers, or a whole
     layer, is kept in its first forward, which shows whether it writes into its buffers (counters, running statistics)
     or into what it is given; if it does, it is kept for good. A trace on shapes shows that too, before the first real
-    forward. And a module is kept whenever it is given a cache, which would be written twice.
+    forward. And a module is kept whenever it is given a cache, which would be written twice, and a layer whenever a
+    forward inside was exchanged since the model was attached: nothing is known of that one's effects.
 
     Args:
         is_repeatable: what was found out, by site name (`ModelMap.is_repeatable`).
@@ -186,6 +191,8 @@ class _ModuleSite:
         self._kept = replace(operator.site, is_recomputable=False)
         self._module = operator.module
         self._found = is_repeatable
+        self._inside: list[nn.Module] = []  # of a layer
+        self._code: list[Any] = []
         self._now: Site | None = None
         """None: not known yet."""
         if not operator.site.is_recomputable or (operator.site.kind != "layer" and not self._buffers()):
@@ -197,7 +204,7 @@ class _ModuleSite:
         site = self._now
         if site is None:
             return self._run_first(scope, function, args, kwargs)
-        if site.is_recomputable and scope.is_watching and _has_cache(args, kwargs):
+        if site.is_recomputable and scope.is_watching and (_has_cache(args, kwargs) or self._has_other_code()):
             site = self._kept
         return scope.run(site, function, *args, **kwargs)
 
@@ -221,6 +228,18 @@ class _ModuleSite:
             and all(tensor._version == version for tensor, version in given)
         )
         return result
+
+    def note_code(self) -> None:
+        """The model is instrumented now."""
+        if self._site.kind == "layer" and self._site.is_recomputable:
+            self._inside = list(self._module.modules())
+            self._code = self._code_now()
+
+    def _has_other_code(self) -> bool:
+        return bool(self._inside) and self._code_now() != self._code
+
+    def _code_now(self) -> list[Any]:
+        return [(vars(part).get("forward"), type(part).forward) for part in self._inside]
 
     def _buffers(self) -> list[torch.Tensor]:
         return list(self._module.buffers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from operator import attrgetter
 from typing import Any
 
@@ -37,13 +38,18 @@ class Gradients:
             else:
                 self._layers[layer].append((parameter, parameter.numel()))
         self._parameters = [parameter for parameters in self._layers.values() for parameter, _ in parameters]
-        self._last: tuple[tuple[bytes, list[bool]], list[int], GradientBytes] | None = None
+        self._last: tuple[tuple[Hashable, list[bool]], list[int], GradientBytes] | None = None
 
-    def now(self) -> GradientBytes:
+    def now(self, trained: Hashable = None) -> GradientBytes:
         """Gradient bytes that do not exist yet, and the largest one of each layer that does. The same object as before
-        where the same gradients exist."""
+        where the same gradients exist.
+
+        Args:
+            trained: stands for which parameters are trained, where that was looked at already.
+        """
         # Thousands, before every micro-batch: so one quick look at each tells whether anything is different.
-        state = bytes(map(_requires_grad, self._parameters)), [one.grad is None for one in self._parameters]
+        trained = bytes(map(_requires_grad, self._parameters)) if trained is None else trained
+        state = trained, [one.grad is None for one in self._parameters]
         sharded = [one.pending_bytes(local, whole) for parts in self._sharded.values() for one, local, whole in parts]
         if self._last is None or (state, sharded) != self._last[:2]:
             self._last = state, sharded, self._look()

@@ -20,6 +20,7 @@ from flex_trainer.models.sharding import (
     without_recomputed_collectives,
 )
 from flex_trainer.provision.gradients import Gradients
+from flex_trainer.symbolic.effects import foreign_code
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,24 @@ class ManagedModel:
     """Of the part, where several are managed on one device."""
 
     @classmethod
-    def of(cls, module: nn.Module, device: torch.device | None = None, name: str = "") -> ManagedModel:
+    def of(
+        cls, module: nn.Module, device: torch.device | None = None, name: str = "", trace: str | bool = "auto"
+    ) -> ManagedModel:
         """Look at a model; nothing is changed.
 
         Args:
             device: where the activations live; that of the first parameter when None.
+            trace: as in `FlexConfig`. True: all code is without effects, so layers may be run again as a whole. Else
+                that is looked at: what stands around operators (a router that hands out recorded choices by call order)
+                is otherwise run once.
 
         Raises:
             ValueError: no decoder layers, FSDP1 or tensor-parallel weights.
         """
         refuse_unmanaged(module)
         model_map = without_recomputed_collectives(discover(module))
+        if trace is not True and foreign_code(module) is not None:
+            model_map = model_map.with_layers_kept()
         modules = {operator.site.name: operator.module for operator in model_map.operators}
         is_sharded = bool(units_of(module))
         return cls(

@@ -127,7 +127,7 @@ class ModelPart:
         books = self._books
         expected_excess_bytes = self.held_errors.expected_bytes(shape)
         in_use_bytes, left_bytes = books.measure(expected_excess_bytes)
-        gradients = self.managed.gradients.now()
+        gradients = self.managed.gradients.now(shape.kind)  # with the state of the model in it
         books.budgets.begin()
         is_known = self.profile.knows(shape)
         if is_known:
@@ -171,7 +171,7 @@ class ModelPart:
         """After a router: re-plan what has not run yet if this layer gets more than planned, or if more is held by now
         than was predicted. This layer's experts come first: recomputing their whole block is always possible."""
         plan = micro_batch.plan
-        if plan is None or micro_batch.scope is None:
+        if plan is None or micro_batch.scope is None or self._is_as_planned(micro_batch, plan, site, routing):
             return
         with micro_batch.planning():
             planned_pairs = micro_batch.planned_pairs.get(site.name)
@@ -195,6 +195,14 @@ class ModelPart:
             self._note_rates(micro_batch, revised)
             micro_batch.loads.note_plan()
             micro_batch.num_replans += 1
+
+    def _is_as_planned(self, micro_batch: MicroBatch, plan: Plan, site: Site, routing: Routing) -> bool:
+        """The quick answer for experts that are all on this rank: no more rows than planned, and no more held."""
+        planned_pairs = micro_batch.planned_pairs.get(site.name)
+        if routing.load is not None or (planned_pairs is not None and routing.num_pairs > planned_pairs):
+            return False
+        expected_bytes = plan.held_until(site.layer) + micro_batch.expected_excess_bytes + micro_batch.excess_bytes
+        return micro_batch.ledger.held_bytes - expected_bytes <= _REPLAN_SHARE * self._books.limit_bytes
 
     def _keeps_all_anyway(self, micro_batch: MicroBatch, plan: Plan, excess_bytes: int) -> bool:
         """Whether everything is kept, and may be although it is more than was planned: there is room for all of it to

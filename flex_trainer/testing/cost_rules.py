@@ -4,7 +4,7 @@ The rules are those of the engine (activations/scope.py), applied to data instea
 - a value is governed by the operator that made it;
 - a recomputed operator or block drops what it made and holds its inputs instead, if anything of it is needed at all;
 - what one recomputed operator needs from another is recovered by a chain of recomputations;
-- a recomputed layer holds what others need of its outputs, and any recomputed block holds what its routers made.
+- a recomputed layer holds what others need of its outputs, and any recomputed block holds what its routers decided.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flex_trainer.cost.graph import Segment, Value
+from flex_trainer.cost.graph import Segment
 from flex_trainer.cost.roofline import Rates
 from flex_trainer.cost.segment_cost import (
     SegmentCost,
@@ -75,11 +75,11 @@ def _recomputes(segment: Segment, regions: list[int]) -> _Recomputes:
     needed = [False] * len(segment.values)
     last_saver: dict[int, int] = {}
     made_by: dict[int, list[int]] = {}
-    routing: dict[int, list[int]] = {}
+    decisions: dict[int, list[int]] = {}
     for index, value in enumerate(segment.values):
         region = _region_of(regions, value.owner)
-        if region >= 0 and _is_routing(segment, value):
-            routing.setdefault(region, []).append(index)
+        if region >= 0 and value.is_decision:
+            decisions.setdefault(region, []).append(index)
             continue  # kept for the region's recomputation, whoever saves it
         made_by.setdefault(region, []).append(index)
         for saver in value.savers:
@@ -99,7 +99,7 @@ def _recomputes(segment: Segment, regions: list[int]) -> _Recomputes:
             live.append(region)
             for value in segment.operators[region].inputs:
                 needed[value] = True
-        for index in routing.get(region, ()):
+        for index in decisions.get(region, ()):
             needed[index] = is_live or bool(segment.values[index].savers)
     return _Recomputes(needed, live, output_is_needed, last_saver)
 
@@ -129,7 +129,7 @@ def _outcome(
 ) -> _Outcome:
     value = segment.values[index]
     region = _region_of(regions, value.owner)
-    is_held = _is_routing(segment, value) or (
+    is_held = value.is_decision or (
         recomputes.needed[index] and region >= 0 and segment.operators[region].site.keeps_outputs
     )
     if region >= 0 and not is_held:
@@ -213,11 +213,6 @@ def _highest(transients: Sequence[int | None], there: _Spans, gone: _Spans, fact
         if transient_bytes - free > highest.num_bytes:
             highest = _Highest(ceil_bytes(transient_bytes - free), ceil_bytes(transient_bytes))
     return highest
-
-
-def _is_routing(segment: Segment, value: Value) -> bool:
-    """A router has made it: it is kept also where a block around the router is recomputed."""
-    return value.owner >= 0 and segment.operators[value.owner].site.is_router
 
 
 # Places

@@ -265,3 +265,49 @@ def test_plans_recompute_layers_from_the_first_micro_batch_on_where_nothing_else
     assert not first.is_profile
     assert first.predicted_bytes == pytest.approx(first.actual_bytes, rel=0.01)
     assert first.actual_bytes < 0.42 * ample.peak_bytes
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_code_with_effects_is_not_run_again(when: str):
+    """Recorded choices that a patched router hands out by call order, as in reinforcement learning: one a forward."""
+    model = tiny_model("mixtral", num_hidden_layers=12)
+    batch = batch_of(model, 64)
+    handed_out = [0] * 12
+
+    def patch() -> None:
+        for number, layer in enumerate(model.model.layers):
+            gate = layer.mlp.gate
+
+            def route(*args: Any, forward: Any = gate.forward, number: int = number, **kwargs: Any) -> Any:
+                handed_out[number] += 1
+                return forward(*args, **kwargs)
+
+            gate.forward = route
+
+    def run(runtime: FlexRuntime) -> None:
+        model.zero_grad(set_to_none=True)
+        loss = model(**batch).loss
+        with runtime.backward():
+            loss.backward()
+
+    if when == "before":
+        patch()
+    runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + 10**9, strategies=("recompute",)))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    for _ in range(2):  # the first may run with all recomputed
+        run(runtime)
+    peak_bytes = runtime.records[-1].peak_bytes - BASE_BYTES
+    runtime.detach()
+    handed_out[:] = [0] * 12
+    runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + int(0.75 * peak_bytes), strategies=("recompute",)))
+    with_fake_meter(runtime)
+    runtime.attach(model)
+    if when == "after":
+        run(runtime)
+        patch()
+    for _ in range(3):
+        run(runtime)
+    assert runtime.records[-1].freed_bytes["recompute"] > 0
+    runtime.detach()
+    assert handed_out == [3] * 12

@@ -41,7 +41,8 @@ def segments(draw: st.DrawFn, layer: int) -> Segment:
             savers = (index,) if draw(st.booleans()) else ()
             element_bytes = draw(st.sampled_from((4, 4, 8)))
             num_rows = num_bytes // (4 * ROW_ELEMENTS) if element_bytes == 4 else 0
-            values.append(Value(index, num_bytes, savers, element_bytes, num_rows))
+            is_decision = kind == "router" and draw(st.booleans())
+            values.append(Value(index, num_bytes, savers, element_bytes, num_rows, is_decision=is_decision))
     return Segment(layer, tuple(operators), tuple(values))
 
 
@@ -70,7 +71,7 @@ def held_by_brute_force(segment: Segment, choice: Mapping[int, Strategy], moves_
     def is_recomputed(region: int) -> bool:
         """Something that lies in the region is asked for in backward."""
         mine = [i for i, value in enumerate(values) if value.owner >= 0 and region_of(value.owner) == region]
-        mine = [i for i in mine if operators[values[i].owner].site.kind != "router"]
+        mine = [i for i in mine if not values[i].is_decision]
         if operators[region].site.kind == "layer":  # run again for what is inside only
             return any(saver >= 0 and region_of(saver) == region for i in mine for saver in values[i].savers)
         return any(values[i].savers or is_taken_by_a_recompute(i, other_than=region) for i in mine)
@@ -78,7 +79,7 @@ def held_by_brute_force(segment: Segment, choice: Mapping[int, Strategy], moves_
     def stays(number: int, region: int) -> bool:
         """Held although a block around its maker is recomputed."""
         savers = values[number].savers
-        if operators[values[number].owner].site.kind == "router":
+        if values[number].is_decision:
             return bool(savers) or is_recomputed(region)
         is_saved_outside = any(saver < 0 or region_of(saver) != region for saver in savers)
         return operators[region].site.kind == "layer" and (
