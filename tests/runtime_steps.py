@@ -6,8 +6,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from flex_trainer.activations.trace import Trace
 from flex_trainer.config import FlexConfig
+from flex_trainer.cost.shape import BatchShape
+from flex_trainer.cost.structure import Structure
 from flex_trainer.memory.offloading import OffloadService
+from flex_trainer.provision.forecast import Forecast
 from flex_trainer.provision.rates import LearntRates
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
@@ -71,3 +75,17 @@ def with_steady_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are then made anew for other reasons than what mitigations cost."""
     monkeypatch.setattr(OffloadService, "_recompute_overhead_seconds", lambda _: 60e-6)
     monkeypatch.setattr(LearntRates, "observe", lambda *_: None)
+
+
+def with_steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of operators follow from what they do, and mitigations have steady rates: plans are the same in every run,
+    whatever else the machine does."""
+    with_steady_rates(monkeypatch)
+    learn = Structure._time
+
+    def learn_from_traces(self: Structure, shape: BatchShape, trace: Trace) -> None:
+        if trace.is_symbolic:
+            learn(self, shape, trace)
+
+    monkeypatch.setattr(Structure, "_time", learn_from_traces)
+    monkeypatch.setattr(Forecast, "_seconds_of", lambda _, work: work.flops / 1e10 + work.moved_bytes / 1e10 + 5e-6)

@@ -18,7 +18,7 @@ from flex_trainer.testing.forced import ForcedRuntime, relative_error
 from tests.distributed.equality_jobs import Forced
 from tests.distributed.models import all_ids, gradients_of, my_part, skew, spread_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
-from tests.runtime_steps import with_steady_rates
+from tests.runtime_steps import with_steady_times
 
 
 def predicted_and_held(
@@ -167,7 +167,7 @@ def agreement_by_plans(path: str, is_tight: tuple[bool, ...], num_steps: int, **
     with_fake_meter(runtime)
     agreed = []
     with pytest.MonkeyPatch.context() as patch:
-        with_steady_rates(patch)  # with others another plan may be the one that takes the least time
+        with_steady_times(patch)  # with others another plan may be the one that takes the least time
         runtime.attach(model)
         if is_tight[dist.get_rank()]:
             runtime.books.tighten(2, 0)
