@@ -36,12 +36,20 @@ class _Kind:
         self._smallest_traced = 2**62
         # (tokens, share of the trace inside of the model, bytes per token beyond the trace after it)
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
+        self._known: dict[tuple[int, bool], int] = {}  # what was expected since the last news
 
     def trace(self, num_tokens: int, inside_bytes: int, after_bytes: int) -> None:
+        self._known.clear()
         self._traced.observe(num_tokens, [inside_bytes, after_bytes])
         self._smallest_traced = min(self._smallest_traced, num_tokens)
 
     def expected_bytes(self, num_tokens: int, is_measured: bool = True) -> int:
+        found = self._known.get((num_tokens, is_measured))
+        if found is None:
+            found = self._known[num_tokens, is_measured] = self._expected_bytes(num_tokens, is_measured)
+        return found
+
+    def _expected_bytes(self, num_tokens: int, is_measured: bool) -> int:
         inside_bytes, after_bytes = self._in_trace(num_tokens)
         share, rate = self._learnt() if is_measured and self._recent else (1.0, 0.0)
         return max(round(share * inside_bytes), round(after_bytes + rate * num_tokens), 0)
@@ -53,6 +61,7 @@ class _Kind:
         traced_inside_bytes, traced_after_bytes = self._in_trace(num_tokens)
         share = within_bytes / traced_inside_bytes if traced_inside_bytes and is_exact else 1.0
         rate = (after_bytes - traced_after_bytes) / max(num_tokens, 1)
+        self._known.clear()
         self._recent.append((num_tokens, min(max(share, _LEAST_SHARE), 1.0), rate))
 
     def _learnt(self) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flex_trainer.activations.scope import Scope
 from flex_trainer.config import FlexConfig
 from flex_trainer.cost.expected import NOTHING_COMES, ep_block
 from flex_trainer.cost.load import at_even_load
@@ -170,31 +171,36 @@ class ModelPart:
     def revise(self, micro_batch: MicroBatch, site: Site, routing: Routing) -> None:
         """After a router: re-plan what has not run yet if this layer gets more than planned, or if more is held by now
         than was predicted. This layer's experts come first: recomputing their whole block is always possible."""
+        started = time.perf_counter()
         plan = micro_batch.plan
-        if plan is None or micro_batch.scope is None or self._is_as_planned(micro_batch, plan, site, routing):
+        if plan is None or micro_batch.scope is None:
             return
-        with micro_batch.planning():
-            planned_pairs = micro_batch.planned_pairs.get(site.name)
-            # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
-            held_bytes = micro_batch.ledger.held_bytes - self._books.offloading.in_flight_bytes
-            excess_bytes = held_bytes - plan.held_until(site.layer) - micro_batch.expected_excess_bytes
-            has_other_load = micro_batch.loads.needs_replan(site, routing, plan, planned_pairs)
-            has_more = excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self._books.limit_bytes
-            if not has_other_load and not has_more or self._keeps_all_anyway(micro_batch, plan, excess_bytes):
-                return
-            ran = micro_batch.ran()
-            if routing.is_recompute_agreed:
-                ran[ep_block(site).name] = Strategy.RECOMPUTE
-            graph = micro_batch.loads.graph(self.plans.sizes(micro_batch.shape), site.layer)
-            micro_batch.excess_bytes = max(excess_bytes, 0)
-            available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
-            revised = self.plans.revised(graph, available_bytes, micro_batch.gradients, ran)
-            micro_batch.plan = micro_batch.choices = revised
-            if revised.strategies:
-                micro_batch.scope.watch()
-            self._note_rates(micro_batch, revised)
-            micro_batch.loads.note_plan()
-            micro_batch.num_replans += 1
+        if not self._is_as_planned(micro_batch, plan, site, routing):
+            self._revise(micro_batch, plan, micro_batch.scope, site, routing)
+        micro_batch.plan_seconds += time.perf_counter() - started
+
+    def _revise(self, micro_batch: MicroBatch, plan: Plan, scope: Scope, site: Site, routing: Routing) -> None:
+        planned_pairs = micro_batch.planned_pairs.get(site.name)
+        # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
+        held_bytes = micro_batch.ledger.held_bytes - self._books.offloading.in_flight_bytes
+        excess_bytes = held_bytes - plan.held_until(site.layer) - micro_batch.expected_excess_bytes
+        has_other_load = micro_batch.loads.needs_replan(site, routing, plan, planned_pairs)
+        has_more = excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self._books.limit_bytes
+        if not has_other_load and not has_more or self._keeps_all_anyway(micro_batch, plan, excess_bytes):
+            return
+        ran = micro_batch.ran()
+        if routing.is_recompute_agreed:
+            ran[ep_block(site).name] = Strategy.RECOMPUTE
+        graph = micro_batch.loads.graph(self.plans.sizes(micro_batch.shape), site.layer)
+        micro_batch.excess_bytes = max(excess_bytes, 0)
+        available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
+        revised = self.plans.revised(graph, available_bytes, micro_batch.gradients, ran)
+        micro_batch.plan = micro_batch.choices = revised
+        if revised.strategies:
+            scope.watch()
+        self._note_rates(micro_batch, revised)
+        micro_batch.loads.note_plan()
+        micro_batch.num_replans += 1
 
     def _is_as_planned(self, micro_batch: MicroBatch, plan: Plan, site: Site, routing: Routing) -> bool:
         """The quick answer for experts that are all on this rank: no more rows than planned, and no more held."""
