@@ -26,6 +26,7 @@ _REMEMBERED = 16
 _LEAST_SHARE = 0.25
 """Of a trace: what is measured to be less is taken for an accident."""
 _MAX_KINDS = 64
+_MAX_KNOWN = 256
 
 
 class _Kind:
@@ -46,6 +47,8 @@ class _Kind:
     def expected_bytes(self, num_tokens: int, is_measured: bool = True) -> int:
         found = self._known.get((num_tokens, is_measured))
         if found is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
             found = self._known[num_tokens, is_measured] = self._expected_bytes(num_tokens, is_measured)
         return found
 
