@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
@@ -35,12 +37,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLa
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 from transformers.utils import import_utils
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 __all__ = [
     "DecoderLayer",
     "active_torch_modes",
+    "allocator_settings",
     "as_if_real",
     "convert_into",
     "current_backward",
+    "fsdp_groups",
+    "fsdp_policy",
     "grouped_linear",
     "hooks_of_all_modules",
     "is_in_backward",
@@ -49,6 +57,9 @@ __all__ = [
     "made_parametrizations",
     "names_in_model",
     "parametrizations_are_made",
+    "place_of_fsdp_parameter",
+    "prepared_models",
+    "prepared_optimizers",
     "release_pinned_cache",
     "top_pack_hook",
     "weight_conversions",
@@ -143,6 +154,41 @@ def convert_into(model: PreTrainedModel, tensors: Mapping[str, Any], conversions
     info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), settings)
     if info.conversion_errors:
         raise ValueError("; ".join(str(error) for error in info.conversion_errors.values()))
+
+
+def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
+    """The models that an accelerator has prepared. Private in accelerate 1.15; goes when they can be listed."""
+    return accelerator._models
+
+
+def prepared_optimizers(accelerator: Accelerator) -> list[Any]:
+    """The optimizers that an accelerator has prepared. Private in accelerate 1.15; goes when they can be listed."""
+    return accelerator._optimizers
+
+
+def fsdp_groups(unit: FSDPModule) -> list[Any]:
+    """FSDP2's groups of the parameters that belong to a unit and to none inside of it, each with its `fsdp_params`.
+
+    Private in torch 2.13; goes when it can be asked which parameters are whose.
+    """
+    return unit._get_fsdp_state()._fsdp_param_groups
+
+
+def fsdp_policy(unit: FSDPModule) -> MixedPrecisionPolicy:
+    """What a unit was told of dtypes. Private in torch 2.13; goes when it can be asked for."""
+    return unit._get_fsdp_state()._mp_policy
+
+
+def place_of_fsdp_parameter(parameter: Any) -> tuple[nn.Module, str]:
+    """The module of one of a group's `fsdp_params`, and its name there. Private in torch 2.13; goes as `fsdp_groups`
+    does."""
+    return parameter._module_info.module, parameter._module_info.param_name
+
+
+def allocator_settings() -> str:
+    """The settings of the device's allocator as torch parsed them last. Private in torch 2.13; goes when they can be
+    read."""
+    return torch._C._accelerator_getAllocatorSettings()
 
 
 def hooks_of_all_modules() -> list[Callable[..., object]]:

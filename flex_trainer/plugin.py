@@ -41,6 +41,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flex_trainer.clipping import clip_grad_norm_
+from flex_trainer.compat import prepared_models, prepared_optimizers
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError
 from flex_trainer.models.sharding import reshard
@@ -83,7 +84,7 @@ class FlexPlugin:
         """
         _refuse_other_engines(accelerator)
         if model is None:
-            prepared = accelerator._models
+            prepared = prepared_models(accelerator)
             if len(prepared) != 1:
                 raise UserError(
                     f"the accelerator has prepared {len(prepared)} models; call attach after accelerator.prepare, or "
@@ -103,7 +104,7 @@ class FlexPlugin:
         self._transaction = Transaction(
             self.runtime,
             (lambda: _SyncFlag(accelerator), *self._remember),
-            optimizers=lambda: accelerator._optimizers,
+            optimizers=lambda: prepared_optimizers(accelerator),
         )
         return self.runtime
 

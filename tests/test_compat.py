@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import parametrize
 
 from flex_trainer.compat import (
+    allocator_settings,
     current_backward,
+    fsdp_groups,
+    fsdp_policy,
     hooks_of_all_modules,
     is_in_backward,
     keeps_graph,
     made_parametrizations,
     parametrizations_are_made,
+    place_of_fsdp_parameter,
+    prepared_models,
+    prepared_optimizers,
     top_pack_hook,
     when_backward_ends,
 )
@@ -121,3 +132,35 @@ def test_hooks_of_all_modules_are_listed() -> None:
     handle = nn.modules.module.register_module_forward_hook(hook)
     assert hooks_of_all_modules() == [hook]
     handle.remove()
+
+
+def test_an_accelerator_lists_what_it_has_prepared() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    assert prepared_models(accelerator) == [] and prepared_optimizers(accelerator) == []
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    assert prepared_models(accelerator) == [model] and prepared_optimizers(accelerator) == [optimizer]
+    accelerator.free_memory()
+
+
+def test_a_unit_tells_its_own_parameters_and_its_policy(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        inner = fully_shard(model[0], mesh=mesh)
+        outer = fully_shard(model, mesh=mesh, mp_policy=policy)
+        places = [
+            [place_of_fsdp_parameter(one) for group in fsdp_groups(unit) for one in group.fsdp_params]
+            for unit in (inner, outer)
+        ]
+        assert places == [[(model[0], "weight"), (model[0], "bias")], [(model[1], "weight")]]
+        assert fsdp_policy(outer) == policy
+        assert all(group.post_forward_mesh_info is not None for group in fsdp_groups(inner))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_settings_of_the_allocator_are_text() -> None:
+    assert isinstance(allocator_settings(), str)

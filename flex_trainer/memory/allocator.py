@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flex_trainer.compat import allocator_settings
 from flex_trainer.units import format_bytes
 
 SEGMENT_BYTES = 2 * 2**20
@@ -138,9 +139,7 @@ def largest_free_block(device: torch.device) -> int:
 
 def has_expandable_segments() -> bool:
     """Whether the allocator was told to use expandable segments (environment, or torch's own setting at run time)."""
-    # The settings as torch parsed them last; has no public reader yet.
-    settings = torch._C._accelerator_getAllocatorSettings()
-    return "expandable_segments:true" in settings.lower().replace(" ", "")
+    return "expandable_segments:true" in allocator_settings().lower().replace(" ", "")
 
 
 def _current(stats: dict, name: str) -> int:

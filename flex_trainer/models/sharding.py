@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from flex_trainer.activations.identity import local_part
+from flex_trainer.compat import fsdp_groups, fsdp_policy, place_of_fsdp_parameter
 from flex_trainer.errors import UserError
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
@@ -63,12 +64,6 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-def fsdp_groups(unit: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the parameters that belong to a unit and to none inside of it, each with its `fsdp_params`."""
-    # FSDP2 has no public way to ask which parameters are whose.
-    return unit._get_fsdp_state()._fsdp_param_groups
-
-
 def sharded_parameters(model: nn.Module) -> dict[str, tuple[Any, Any]]:
     """By the names of the parameters that FSDP2 shards: its group and its own record of each."""
     # Not by identity: loading weights exchanges parameters, which FSDP2 looks up anew when the first forward begins.
@@ -77,8 +72,8 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[Any, Any]]:
     for unit in units_of(model):
         for group in fsdp_groups(unit):
             for parameter in group.fsdp_params:
-                info = parameter._module_info
-                found[f"{names[info.module]}.{info.param_name}".removeprefix(".")] = group, parameter
+                module, name = place_of_fsdp_parameter(parameter)
+                found[f"{names[module]}.{name}".removeprefix(".")] = group, parameter
     return found
 
 
@@ -94,13 +89,13 @@ def computing_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 def input_dtype(unit: FSDPModule) -> torch.dtype | None:
     """What FSDP2 casts the floating-point inputs of a unit to; None: nothing is cast."""
-    policy = unit._get_fsdp_state()._mp_policy
+    policy = fsdp_policy(unit)
     return policy.param_dtype if policy.cast_forward_inputs else None
 
 
 def output_dtype(unit: FSDPModule) -> torch.dtype | None:
     """What FSDP2 casts the floating-point outputs of a unit to; None: nothing is cast."""
-    return unit._get_fsdp_state()._mp_policy.output_dtype
+    return fsdp_policy(unit).output_dtype
 
 
 def gathered_shape(parameter: DTensor) -> torch.Size:
@@ -132,7 +127,7 @@ def gathered_bytes(model: nn.Module) -> int:
         num_bytes = gradient_bytes = 0
         for group in groups:
             for one in group.fsdp_params:
-                parameter = getattr(one._module_info.module, one._module_info.param_name)
+                parameter = getattr(*place_of_fsdp_parameter(one))
                 dtype = _computing_dtype(group, parameter)
                 num_bytes += whole_bytes(parameter, dtype)
                 gradient_bytes += whole_bytes(parameter, dtype) + whole_bytes(
