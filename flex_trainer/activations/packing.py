@@ -88,7 +88,8 @@ class Packing:
             elif entry.owner != index and not self._trace.is_inside(entry.owner, index):
                 continue  # an input handed through: its producer governs it
             call.output_bytes += entry.num_bytes
-            self._trace.values[entry.value].is_decision |= call.site.is_router
+            if call.site.is_router:
+                entry.is_given = self._trace.values[entry.value].is_decision = True
             if region is not None and entry.region is None and entry.holding is None:
                 entry.region, entry.version = (region, number), leaf._version
                 self._table.watch(storage)

@@ -34,7 +34,7 @@ from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.made_weights import MadeWeights
 from flex_trainer.activations.module_state import ModuleState
 from flex_trainer.activations.quick_state import QuickState, state_of
-from flex_trainer.activations.values import Packed, Slot, alive
+from flex_trainer.activations.values import Packed, Recovered, Slot, alive
 
 
 class _RecomputeDone(Exception):
@@ -99,8 +99,12 @@ class Region:
             RuntimeError: the operator changes one of its inputs.
         """
         inputs = [(tensor, tensor._version) for tensor in tensors_of(args, kwargs) if is_plain(tensor)]
-        with _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.first_run(num_saved):
-            result = self._function(*args, **kwargs)
+        try:
+            with _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.first_run(num_saved):
+                result = self._function(*args, **kwargs)
+        except BaseException:
+            self._routed_versions.clear()  # their graphs hold this region: neither would ever be freed
+            raise
         if self._module_state is not None:
             self._module_state.note_first_run()
         if self._made is not None:
@@ -146,12 +150,20 @@ class Region:
         kwargs = {name: _recovered(value) for name, value in self._kwargs.items()}
         last_inner = max(inner, default=-1)
         number = -1
+        recovered: dict[int, Recovered] = {}  # by storage: several slots may be views of one
+
+        def fill(slot: Slot, value: torch.Tensor) -> None:
+            value = value.detach()  # a saved result still carries the recomputation's own graph
+            key = value.untyped_storage()._cdata
+            if key not in recovered:
+                recovered[key] = Recovered(self._ledger, value.untyped_storage().nbytes())
+            slot.fill(value, recovered[key])
 
         def capture(tensor: torch.Tensor) -> None:
             nonlocal number
             number += 1
             if number in inner:
-                inner[number].fill(tensor.detach())  # a saved result still carries the recomputation's own graph
+                fill(inner[number], tensor)
             if number == last_inner and not outputs:
                 raise _RecomputeDone
 
@@ -178,7 +190,7 @@ class Region:
         if outputs:
             leaves = leaves_of(result)
             for index, slot in outputs.items():
-                slot.fill(leaves[index].detach())
+                fill(slot, leaves[index])
         self._ledger.num_recomputes += 1
         missing = [number for number, slot in inner.items() if slot.value is None]
         if missing:

@@ -81,22 +81,36 @@ class PackedKept:
         return self._tensor
 
 
+class Recovered:
+    """Accounts for one storage that a recomputation has brought back: alive as long as any slot shares it."""
+
+    __slots__ = ("_ledger", "_num_bytes")
+
+    def __init__(self, ledger: Ledger, num_bytes: int) -> None:
+        self._ledger = ledger
+        self._num_bytes = num_bytes
+        ledger.recover(num_bytes)
+
+    def __del__(self) -> None:
+        self._ledger.recover(-self._num_bytes)
+
+
 class Slot:
     """One value of a recomputed region: empty until the region is recomputed, then full until it is no longer
     needed."""
 
-    __slots__ = ("__weakref__", "_ledger", "_recovered_bytes", "region", "value")
+    __slots__ = ("__weakref__", "_ledger", "_recovered", "region", "value")
 
     def __init__(self, region: Region, ledger: Ledger) -> None:
         self.region: Region | None = region
         self.value: torch.Tensor | None = None
         self._ledger = ledger
-        self._recovered_bytes = 0
+        self._recovered: Recovered | None = None
 
-    def fill(self, value: torch.Tensor) -> None:
+    def fill(self, value: torch.Tensor, recovered: Recovered) -> None:
+        """`recovered`: the account of the value's storage."""
         self.value = value
-        self._recovered_bytes = value.untyped_storage().nbytes()
-        self._ledger.recover(self._recovered_bytes)
+        self._recovered = recovered
         self.region = None  # the region, with its inputs, is needed no more by this value
 
     def read(self) -> torch.Tensor:
@@ -106,9 +120,6 @@ class Slot:
                 self.region.recompute()
         assert self.value is not None, "a recomputation fills every live slot"
         return self.value
-
-    def __del__(self) -> None:
-        self._ledger.recover(-self._recovered_bytes)
 
 
 class PackedInner:

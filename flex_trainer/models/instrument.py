@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from flex_trainer.activations.context import as_routed, current_scope
 from flex_trainer.activations.leaves import tensors_of
+from flex_trainer.activations.model_tensors import modules_of
 from flex_trainer.activations.scope import Scope
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
@@ -180,7 +181,7 @@ class _ModuleSite:
     layer, is kept in its first forward, which shows whether it writes into its buffers (counters, running statistics)
     or into what it is given; if it does, it is kept for good. A trace on shapes shows that too, before the first real
     forward. And a module is kept whenever it is given a cache, which would be written twice, and a layer whenever a
-    forward inside was exchanged since the model was attached: nothing is known of that one's effects.
+    forward or a module inside was exchanged since the model was attached: nothing is known of that one's effects.
 
     Args:
         is_repeatable: what was found out, by site name (`ModelMap.is_repeatable`).
@@ -191,8 +192,7 @@ class _ModuleSite:
         self._kept = replace(operator.site, is_recomputable=False)
         self._module = operator.module
         self._found = is_repeatable
-        self._inside: list[nn.Module] = []  # of a layer
-        self._code: list[Any] = []
+        self._code: list[Any] = []  # of a layer
         self._now: Site | None = None
         """None: not known yet."""
         if not operator.site.is_recomputable or (operator.site.kind != "layer" and not self._buffers()):
@@ -232,14 +232,13 @@ class _ModuleSite:
     def note_code(self) -> None:
         """The model is instrumented now."""
         if self._site.kind == "layer" and self._site.is_recomputable:
-            self._inside = list(self._module.modules())
             self._code = self._code_now()
 
     def _has_other_code(self) -> bool:
-        return bool(self._inside) and self._code_now() != self._code
+        return bool(self._code) and self._code_now() != self._code
 
     def _code_now(self) -> list[Any]:
-        return [(vars(part).get("forward"), type(part).forward) for part in self._inside]
+        return [(vars(part).get("forward"), type(part).forward) for part in modules_of(self._module)]
 
     def _buffers(self) -> list[torch.Tensor]:
         return list(self._module.buffers())

@@ -197,6 +197,56 @@ class TestLayersThatCannotBeRunTwice:
         assert step.ledger.num_recomputes == 0
 
 
+@pytest.mark.parametrize("kind", ["layer", "attention"])
+def test_a_forward_that_is_dropped_is_freed(kind: str):
+    """Also where layers hand on tensors in an object, as Gemma 4 does with keys and values."""
+    types = ["sliding_attention", "full_attention"] * 2
+    model = tiny_model("gemma4_text", num_hidden_layers=4, num_kv_shared_layers=2, layer_types=types)
+    batch = batch_of(model)
+
+    def choose(site: Site) -> Strategy:
+        return RECOMPUTE if site.kind == kind else KEEP
+
+    plain = train_step(model, batch)
+    with instrumented(model):
+        train_step(model, batch, lambda site: KEEP)
+        ledger = Ledger()
+        scope = Scope(ByFunction(choose), ledger, parameters=list(model.parameters()), min_mitigated_bytes=1)
+        with scope.open():
+            loss = model(**batch).loss
+        assert ledger.held_bytes > 0
+        del loss
+        assert ledger.held_bytes == 0
+        assert_same_step(train_step(model, batch, choose), plain)
+
+
+def test_a_layer_that_fails_after_its_router_is_freed():
+    model = tiny_model("mixtral")
+    batch = batch_of(model)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with instrumented(model):
+        train_step(model, batch, lambda site: KEEP)
+        model.model.layers[1].mlp.experts.register_forward_hook(fail)
+        scope = Scope(ByFunction(layers), Ledger(), parameters=list(model.parameters()), min_mitigated_bytes=1)
+        with pytest.raises(MemoryError), scope.open():
+            model(**batch)
+    assert scope.ledger.held_bytes == 0
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "dots1", "granitemoe"])
+def test_numbers_of_experts_that_no_one_saves_are_not_predicted(architecture: str):
+    """Indices of branches that die within a router (the best groups of experts) are no decisions."""
+    model = tiny_model(architecture)
+    with instrumented(model):
+        trace = train_step(model, batch_of(model), lambda site: KEEP).trace
+    routers = {index for index, call in enumerate(trace.calls) if call.site.is_router}
+    unsaved = [value for value in trace.values if value.owner in routers and value.is_decision and not value.savers]
+    assert len(unsaved) <= 3 * len(routers)  # what they give: logits, weights, choices
+
+
 def test_backward_may_come_after_the_model_is_given_back():
     model = tiny_model("qwen3_moe")
     batch = batch_of(model)
@@ -267,7 +317,7 @@ def test_plans_recompute_layers_from_the_first_micro_batch_on_where_nothing_else
     assert first.actual_bytes < 0.42 * ample.peak_bytes
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after", "another module"])
 def test_code_with_effects_is_not_run_again(when: str):
     """Recorded choices that a patched router hands out by call order, as in reinforcement learning: one a forward."""
     model = tiny_model("mixtral", num_hidden_layers=12)
@@ -290,6 +340,19 @@ def test_code_with_effects_is_not_run_again(when: str):
         with runtime.backward():
             loss.backward()
 
+    class Replay(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module, number: int) -> None:
+            super().__init__()
+            self.inner, self.number = inner, number
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            handed_out[self.number] += 1
+            return self.inner(*args, **kwargs)
+
+    def exchange() -> None:
+        for number, layer in enumerate(model.model.layers):
+            layer.mlp = Replay(layer.mlp, number)
+
     if when == "before":
         patch()
     runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + 10**9, strategies=("recompute",)))
@@ -303,9 +366,9 @@ def test_code_with_effects_is_not_run_again(when: str):
     runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + int(0.75 * peak_bytes), strategies=("recompute",)))
     with_fake_meter(runtime)
     runtime.attach(model)
-    if when == "after":
+    if when != "before":
         run(runtime)
-        patch()
+        (patch if when == "after" else exchange)()
     for _ in range(3):
         run(runtime)
     assert runtime.records[-1].freed_bytes["recompute"] > 0
