@@ -46,6 +46,16 @@ class ModelMap:
     """By site name, once it has run: whether a block can be run again, as it changes neither its buffers nor what it is
     given. Shared with copies, so what a trace finds out holds in the first real forward."""
 
+    def at_routers(self) -> set[nn.Module]:
+        """Routers with what is inside of them, and the modules of layers that enclose one: what stands in no operator
+        that is recomputed by itself."""
+        routers = {operator.module for operator in self.operators if operator.site.is_router}
+        found = {part for router in routers for part in router.modules()}
+        for layer in self.layers:
+            parts = (part for part in layer.module.modules() if part is not layer.module)
+            found.update(part for part in parts if not routers.isdisjoint(part.modules()))
+        return found
+
     def with_layers_kept(self) -> ModelMap:
         """The same operators, where no layer is recomputed as a whole."""
 

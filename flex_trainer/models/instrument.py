@@ -128,8 +128,9 @@ class Instrumentation:
         }
         self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
         self._wrap_loss(model)
+        at_routers = model_map.at_routers()
         for site in sites:
-            site.note_code()
+            site.note_code(at_routers)
 
     def _replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         original = module.forward
@@ -181,7 +182,8 @@ class _ModuleSite:
     layer, is kept in its first forward, which shows whether it writes into its buffers (counters, running statistics)
     or into what it is given; if it does, it is kept for good. A trace on shapes shows that too, before the first real
     forward. And a module is kept whenever it is given a cache, which would be written twice, and a layer whenever a
-    forward or a module inside was exchanged since the model was attached: nothing is known of that one's effects.
+    forward or a module inside was exchanged since the model was attached, or where hooks stand at its router: nothing is
+    known of their effects (recorded choices that are handed out by call order).
 
     Args:
         is_repeatable: what was found out, by site name (`ModelMap.is_repeatable`).
@@ -193,6 +195,7 @@ class _ModuleSite:
         self._module = operator.module
         self._found = is_repeatable
         self._code: list[Any] = []  # of a layer
+        self._at_routers: list[nn.Module] = []
         self._now: Site | None = None
         """None: not known yet."""
         if not operator.site.is_recomputable or (operator.site.kind != "layer" and not self._buffers()):
@@ -216,7 +219,8 @@ class _ModuleSite:
         given = [(tensor, tensor._version) for tensor in tensors_of(args, kwargs) if not tensor.is_inference()]
         # In a trace nothing is recomputed, and what it finds out is put right when it has ended.
         is_trace = any(isinstance(tensor, FakeTensor) for tensor in self._module.parameters())
-        site = self._site if is_trace and not _has_cache(args, kwargs) else self._kept
+        may_repeat = is_trace and not _has_cache(args, kwargs) and not self._has_other_code()
+        site = self._site if may_repeat else self._kept
         result = scope.run(site, function, *args, **kwargs)
         now = self._buffers()
         self._found[self._site.name] = (
@@ -229,13 +233,17 @@ class _ModuleSite:
         )
         return result
 
-    def note_code(self) -> None:
+    def note_code(self, at_routers: set[nn.Module]) -> None:
         """The model is instrumented now."""
         if self._site.kind == "layer" and self._site.is_recomputable:
             self._code = self._code_now()
+            self._at_routers = [part for part in self._module.modules() if part in at_routers]
 
     def _has_other_code(self) -> bool:
-        return bool(self._code) and self._code_now() != self._code
+        if not self._code:
+            return False
+        has_hooks = any(part._forward_hooks or part._forward_pre_hooks for part in self._at_routers)
+        return has_hooks or self._code_now() != self._code
 
     def _code_now(self) -> list[Any]:
         return [(vars(part).get("forward"), type(part).forward) for part in modules_of(self._module)]

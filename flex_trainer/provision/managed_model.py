@@ -20,7 +20,7 @@ from flex_trainer.models.sharding import (
     without_recomputed_collectives,
 )
 from flex_trainer.provision.gradients import Gradients
-from flex_trainer.symbolic.effects import foreign_code
+from flex_trainer.symbolic.effects import foreign_code, is_of_library
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ManagedModel:
         """
         refuse_unmanaged(module)
         model_map = without_recomputed_collectives(discover(module))
-        if trace is not True and foreign_code(module) is not None:
+        if (trace is not True and foreign_code(module) is not None) or _has_hooks_at_routers(model_map):
             model_map = model_map.with_layers_kept()
         modules = {operator.site.name: operator.module for operator in model_map.operators}
         is_sharded = bool(units_of(module))
@@ -81,6 +81,17 @@ class ManagedModel:
     def is_spread(self) -> bool:
         """Whether tokens are exchanged with experts on other ranks."""
         return any(dispatcher_of(operator.module) is not None for operator in self.map.experts)
+
+
+def _has_hooks_at_routers(model_map: ModelMap) -> bool:
+    """Whether code of others runs there with every forward. A trace's copy has no such hooks (symbolic/twin.py)."""
+    hooks = (
+        hook
+        for part in model_map.at_routers()
+        for table in (part._forward_hooks, part._forward_pre_hooks)
+        for hook in table.values()
+    )
+    return not all(map(is_of_library, hooks))
 
 
 def _fingerprint(model: nn.Module, model_map: ModelMap) -> str:

@@ -317,7 +317,7 @@ def test_plans_recompute_layers_from_the_first_micro_batch_on_where_nothing_else
     assert first.actual_bytes < 0.42 * ample.peak_bytes
 
 
-@pytest.mark.parametrize("when", ["before", "after", "another module"])
+@pytest.mark.parametrize("when", ["before", "after", "another module", "a hook before", "a hook after"])
 def test_code_with_effects_is_not_run_again(when: str):
     """Recorded choices that a patched router hands out by call order, as in reinforcement learning: one a forward."""
     model = tiny_model("mixtral", num_hidden_layers=12)
@@ -349,12 +349,23 @@ def test_code_with_effects_is_not_run_again(when: str):
             handed_out[self.number] += 1
             return self.inner(*args, **kwargs)
 
+    def hook() -> None:
+        for number, layer in enumerate(model.model.layers):
+
+            def hand_out(module: torch.nn.Module, args: Any, output: Any, number: int = number) -> Any:
+                handed_out[number] += 1
+                return output
+
+            layer.mlp.gate.register_forward_hook(hand_out)
+
     def exchange() -> None:
         for number, layer in enumerate(model.model.layers):
             layer.mlp = Replay(layer.mlp, number)
 
-    if when == "before":
-        patch()
+    change = hook if "hook" in when else exchange if when == "another module" else patch
+    is_before = when.endswith("before")
+    if is_before:
+        change()
     runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + 10**9, strategies=("recompute",)))
     with_fake_meter(runtime)
     runtime.attach(model)
@@ -366,9 +377,9 @@ def test_code_with_effects_is_not_run_again(when: str):
     runtime = FlexRuntime(FlexConfig(memory_limit=BASE_BYTES + int(0.75 * peak_bytes), strategies=("recompute",)))
     with_fake_meter(runtime)
     runtime.attach(model)
-    if when != "before":
+    if not is_before:
         run(runtime)
-        (patch if when == "after" else exchange)()
+        change()
     for _ in range(3):
         run(runtime)
     assert runtime.records[-1].freed_bytes["recompute"] > 0
