@@ -182,8 +182,8 @@ class _ModuleSite:
     layer, is kept in its first forward, which shows whether it writes into its buffers (counters, running statistics)
     or into what it is given; if it does, it is kept for good. A trace on shapes shows that too, before the first real
     forward. And a module is kept whenever it is given a cache, which would be written twice, and a layer whenever a
-    forward or a module inside was exchanged since the model was attached, or where hooks stand at its router: nothing is
-    known of their effects (recorded choices that are handed out by call order).
+    forward or a module inside was exchanged since the model was attached, or hooks stand at its router: they may have
+    effects, such as to hand out recorded choices by call order.
 
     Args:
         is_repeatable: what was found out, by site name (`ModelMap.is_repeatable`).
