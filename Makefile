@@ -1,6 +1,6 @@
 # make demo   train a small Mixture-of-Experts model under an enforced memory limit (two to three minutes)
-# make test   lint, types and the tests (about 11 minutes on 2 cores)
-# make test-sweeps  the same claims on all architectures, real benchmark runs, long combinations
+# make test   lint, types and the tests (about 8 minutes on 2 cores)
+# make test-sweeps  the same claims on all architectures and with more examples, real benchmark runs, long combinations
 # make bench  one benchmark: BENCH=step, planner, predict, survive, ep or host
 # make doctor versions, devices, limits and launch settings
 # All of them make .venv and install into it the first time.
@@ -31,7 +31,7 @@ pytest: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -m "ranks and not sweep"
 
 test-sweeps: $(INSTALLED)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) -m "sweep and not ranks"
+	$(TEST_ENV) FLEX_TEST_EXAMPLES=all $(BIN)/python -m pytest -n $(JOBS) -m "(sweep or hypothesis) and not ranks"
 	$(TEST_ENV) $(BIN)/python -m pytest -m "sweep and ranks"
 
 lint: $(INSTALLED)

@@ -8,10 +8,25 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests import process_wide
+
+
+def pytest_collection_finish() -> None:
+    process_wide.share()
+
+
+@pytest.fixture
+def all_collected() -> Iterator[None]:
+    """For tests of what the collector finds: it also looks at what was imported."""
+    gc.unfreeze()
+    yield
+    process_wide.keep_libraries_out_of_collections()
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ def assert_learns(losses: list[float]) -> None:
     assert losses[-1] < losses[0] - 0.1, losses
 
 
+@pytest.mark.sweep
 def test_finetune(tmp_path: Path) -> None:
     result = run_example("finetune.py", tmp_path, "--output-dir", "out", "--memory-limit", "4GiB")
     assert result.returncode == 0, result.stderr

@@ -15,7 +15,7 @@ from flex_trainer import FlexConfig, FlexTrainer, FlexTrainerMixin
 from flex_trainer.activations.context import current_scope
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
-from tests.tiers import sweep_over
+from tests.tiers import first_quick, sweep_over
 from tests.trainer_runs import LENGTHS, LIMIT_BYTES, Batches, assert_same_run, collate_for, losses, make
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -31,7 +31,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 
 @pytest.mark.parametrize("planner", sweep_over(["optimal", "bandwidth", "largest_first"], quick=["optimal"]))
-@pytest.mark.parametrize("strategies", [("recompute",), ("offload",), ("recompute", "offload")])
+@pytest.mark.parametrize("strategies", first_quick([("recompute",), ("offload",), ("recompute", "offload")], 2))
 def test_run_under_a_limit_equals_the_plain_run(
     tmp_path: Path, plain: Trainer, strategies: tuple[str, ...], planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,10 +191,24 @@ def own_loss_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = 
     ("plain_class", "flex_class", "options", "argument_options"),
     [
         pytest.param(PlainOwnLoss, FlexOwnLoss, {}, {}, id="compute_loss"),
-        pytest.param(Trainer, FlexTrainer, {"compute_loss_func": own_loss_func}, {}, id="compute_loss_func"),
+        pytest.param(
+            Trainer,
+            FlexTrainer,
+            {"compute_loss_func": own_loss_func},
+            {},
+            id="compute_loss_func",
+            marks=pytest.mark.sweep,
+        ),
         pytest.param(Trainer, FlexTrainer, {}, {"label_smoothing_factor": 0.1}, id="label_smoothing"),
         pytest.param(Trainer, FlexTrainer, {}, {"bf16": True}, id="bf16_autocast"),
-        pytest.param(Trainer, FlexTrainer, {}, {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine"}, id="clipping"),
+        pytest.param(
+            Trainer,
+            FlexTrainer,
+            {},
+            {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine"},
+            id="clipping",
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_other_losses_and_settings(
@@ -241,10 +255,8 @@ def test_resume_from_a_checkpoint_equals_the_run_in_one_go(tmp_path: Path) -> No
     }
     whole = make(tmp_path / "whole", flex, **saving)
     whole.train()
-    first = make(tmp_path / "parts", flex, max_steps=3, **saving)
-    first.train()
-    second = make(tmp_path / "parts", flex, **saving)
-    second.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
+    second = make(tmp_path / "resumed", flex, **saving)
+    second.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert losses(second) == losses(whole)
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name]), name
@@ -340,7 +352,7 @@ def test_trl_sft_trainer(tmp_path: Path) -> None:
 # What wins
 
 
-@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("name", first_quick(["gradient_checkpointing", "activation_checkpointing"]))
 def test_checkpointing_is_turned_off_with_a_warning(tmp_path: Path, plain: Trainer, name: str) -> None:
     if name not in TrainingArguments.__dataclass_fields__:
         pytest.skip(f"this transformers has no {name}")

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flex_trainer.activations.file_tier import FileTier
+from tests.tiers import examples
 
 
 def flat(num_bytes: int, value: int) -> torch.Tensor:
     return torch.full((num_bytes,), value % 256, dtype=torch.uint8)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     actions=st.lists(
         st.one_of(

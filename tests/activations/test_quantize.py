@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flex_trainer.activations.ledger import Ledger
@@ -15,6 +15,7 @@ from flex_trainer.activations.scope import Scope
 from flex_trainer.activations.storage_layout import StorageLayout
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.steps import ByFunction
+from tests.tiers import examples
 
 FORMATS = (torch.int8, torch.float8_e4m3fn)
 
@@ -36,7 +37,7 @@ def stated_error(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.maximum(rows.float().abs() * 2.0**-4, smallest_subnormal / 2)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     num_rows=st.integers(1, 5),
     num_columns=st.integers(1, 33),

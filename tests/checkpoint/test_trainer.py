@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from flex_trainer import FlexConfig, FlexTrainer
 from flex_trainer.checkpoint import CheckpointError
 from tests.distributed import checkpoint_jobs as jobs
+from tests.tiers import first_quick
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("trainer_class", [FlexTrainer, Trainer])
+@pytest.mark.parametrize("trainer_class", first_quick([FlexTrainer, Trainer]))
 def test_the_best_model_at_the_end(fused: Path, tmp_path: Path, trainer_class: Any) -> None:
     """Trainer (5.24) leaves the experts at their last values. When that fails here, docs/checkpoints.md must change."""
     trainer = jobs.make_trainer(_load(fused), tmp_path, trainer_class, **jobs.KEEP_THE_WORST)
@@ -84,7 +85,7 @@ class Stream(torch.utils.data.IterableDataset):
         yield from jobs._dataset(64)[worker.id :: worker.num_workers]
 
 
-@pytest.mark.parametrize("trainer_class", [FlexTrainer, Trainer])
+@pytest.mark.parametrize("trainer_class", first_quick([FlexTrainer, Trainer]))
 def test_a_stream_goes_on_in_the_middle_of_an_epoch(fused: Path, tmp_path: Path, trainer_class: Any) -> None:
     """With workers. The batches are right with Trainer as well (a dense model would be equal); its experts are not."""
     settings = {"dataloader_num_workers": 2, "max_steps": 4, "save_steps": 2}

@@ -20,6 +20,7 @@ from flex_trainer.checkpoint.verify import looks_whole, verify
 from flex_trainer.errors import UserError
 from tests.checkpoint.damage import WAYS, empty, flip_a_bit, remove, truncate
 from tests.distributed import checkpoint_jobs as jobs
+from tests.tiers import first_quick
 
 NEEDED = ["scheduler.pt", "optimizer.pt", "trainer_state.json", "rng_state.pth", "model.safetensors", "config.json"]
 FLEX = FlexConfig(memory_limit="8GiB", trace=False)
@@ -178,7 +179,7 @@ def test_a_path_to_a_damaged_one(start: Path, managed: Path, tmp_path: Path, kin
         _trainer(start, run, FlexTrainer, flex=FLEX).train(resume_from_checkpoint=kind(run / "checkpoint-2"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first_quick(WAYS, 2))
 def test_hints_never_stop_a_resume(start: Path, managed: Path, tmp_path: Path, way: str) -> None:
     run = _copy(managed, tmp_path)
     WAYS[way](run / "checkpoint-2" / "flex_planner_0.json")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flex_trainer.cost.compiled import CODES, CompiledSegment, structure_of
@@ -16,6 +16,7 @@ from flex_trainer.cost.roofline import Rates
 from flex_trainer.strategy import Site
 from flex_trainer.testing.cost_rules import evaluate
 from tests.planner.graphs import graphs
+from tests.tiers import examples
 
 NUM_CHOICES = 40
 
@@ -57,7 +58,7 @@ def assert_equals_the_reference(segment: Segment, draw: random.Random, rates: Ra
         assert replace(found, **same) == replace(expected, **same)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(graph=graphs(), seed=st.integers(0, 2**32))
 def test_equals_the_scalar_reference(graph: ActivationGraph, seed: int) -> None:
     draw = random.Random(seed)

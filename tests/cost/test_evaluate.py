@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flex_trainer.activations.file_tier import FileTier
@@ -30,11 +30,12 @@ from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.cost_rules import evaluate
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.planner.graphs import graphs, held_by_brute_force
+from tests.tiers import examples
 
 KEEP, RECOMPUTE, OFFLOAD, QUANTIZE = Strategy.KEEP, Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(graph=graphs(), seed=st.integers(0, 2**32))
 def test_held_bytes_against_an_independent_count(graph: ActivationGraph, seed: int) -> None:
     draw, rates = random.Random(seed), Rates()

@@ -36,6 +36,9 @@ from flex_trainer.errors import UserError
 from flex_trainer.launch.distribute import distribute
 from flex_trainer.testing.forced import whole
 from flex_trainer.testing.tiny import tiny_model
+from tests import process_wide
+
+process_wide.share()
 
 JOBS = "tests.distributed.checkpoint_jobs:"
 NUM_EXPERTS = 8

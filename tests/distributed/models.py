@@ -17,6 +17,9 @@ import flex_trainer  # noqa: F401  (registers "flex")
 from flex_trainer.models.discovery import find_experts
 from flex_trainer.testing.forced import whole
 from flex_trainer.testing.tiny import tiny_model
+from tests import process_wide
+
+process_wide.share()
 
 SEQUENCES = 8
 LENGTH = 96

@@ -13,6 +13,9 @@ from transformers import set_seed
 from flex_trainer.launch.build import build_model, build_tokenizer, training_arguments
 from flex_trainer.launch.recipe import ParallelSection, Recipe, load_recipe
 from flex_trainer.train import run
+from tests import process_wide
+
+process_wide.share()
 
 
 def differences_from_one_process(path: str, overrides: list[str]) -> list[str]:

@@ -78,7 +78,7 @@ def test_random_streams_are_a_part_of_it(two_ranks: RankPool, start: Path, two_r
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param(EP2_OF_4, id="two shards of each expert group"),
+        pytest.param(EP2_OF_4, id="two shards of each expert group", marks=pytest.mark.sweep),
         pytest.param(REPLICATED, id="two replicas", marks=pytest.mark.sweep),
     ],
 )

@@ -12,6 +12,7 @@ from flex_trainer.estimate.mesh import cut_into_stages
 from flex_trainer.estimate.skeleton import Representative, Skeleton
 from flex_trainer.estimate.stage import Precision, StageGraph, expand, held_by_kind, trace_stage
 from flex_trainer.testing.tiny import tiny_model
+from tests.tiers import first_quick
 
 FLOAT32 = Precision(None, "float32")
 
@@ -21,7 +22,7 @@ def graph_of(skeleton: Skeleton, pp: int = 1, index: int = 0, ep: int = 1, dispa
     return expand(skeleton, stage, trace_stage(skeleton, stage, 2, 32, FLOAT32, HARDWARE["h100"], ep, dispatch))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama"])
+@pytest.mark.parametrize("family", first_quick(["deepseek_v3", "gpt_oss", "llama"]))
 def test_representatives_stand_for_all_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = Skeleton(tiny_model(family, num_hidden_layers=5))
     some = graph_of(skeleton)

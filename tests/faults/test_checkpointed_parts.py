@@ -93,7 +93,9 @@ def wrap(model: Any, name: str, part: str) -> None:
     apply_activation_checkpointing(model, WRAPPERS[name], lambda module: module in parts)
 
 
-@pytest.mark.parametrize("part", ["mlp", ""], ids=["block", "layer"])
+@pytest.mark.parametrize(
+    "part", [pytest.param("mlp", id="block", marks=pytest.mark.sweep), pytest.param("", id="layer")]
+)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrappers_are_off_while_the_model_is_managed(name: str, part: str) -> None:
     model, wrapped = small("mixtral"), small("mixtral")

@@ -78,7 +78,7 @@ def train(loss_of: Loss, limit_bytes: int, lengths: tuple[int, ...]) -> list[Any
     return list(runtime.records)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", sweep_over([*LOSSES], quick=["own cross-entropy", "reference model"]))
 def test_what_a_loss_needs_is_predicted_from_the_second_micro_batch_on(name: str) -> None:
     first, *later = train(LOSSES[name](), BASE_BYTES + 20 * MIB, (64,) * 3 + (96, 32))
     for record in later:
@@ -102,7 +102,8 @@ def test_the_limit_holds_with_what_a_loss_needs(name: str) -> None:
         assert record.predicted_bytes == record.actual_bytes
 
 
-@pytest.mark.parametrize("trainer", sweep_over(["dpo", "sft", "grpo"], quick=["dpo"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("trainer", ["dpo", "sft", "grpo"])
 def test_trainers_of_trl(trainer: str) -> None:
     """DPO: a head that computes log probabilities in no operator, and a reference model. SFT: gradient checkpointing is
     on by default, in the trace too unless it is turned off there. GRPO: a loss of the logits. By the process's meter.

@@ -18,6 +18,7 @@ from flex_trainer.testing.steps import Choose, instrumented
 from flex_trainer.testing.tiny import tiny_batch
 from tests.faults.outcomes import EXACT, Body, Forward, assert_same, outcome
 from tests.faults.small_models import one_step, small
+from tests.tiers import sweep_over
 
 peft = pytest.importorskip("peft")
 
@@ -144,7 +145,13 @@ def four_bits(model: Any) -> None:
                 setattr(parent, name, Halved(child))
 
 
-@pytest.mark.parametrize("cached", ["not cached", "cached forward", "cached forward and backward"])
+@pytest.mark.parametrize(
+    "cached",
+    sweep_over(
+        ["not cached", "cached forward", "cached forward and backward"],
+        quick=["not cached", "cached forward and backward"],
+    ),
+)
 @pytest.mark.parametrize(
     "change",
     [

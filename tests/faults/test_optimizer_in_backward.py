@@ -17,6 +17,7 @@ from flex_trainer.testing.steps import ByFunction, Choose, instrumented
 from flex_trainer.testing.tiny import tiny_batch
 from tests.faults.outcomes import EXACT, outcome
 from tests.faults.small_models import Forward, small
+from tests.tiers import first_quick
 
 EXPERT_PARTS = ("expert_permute", "expert_up", "expert_activation", "expert_down", "expert_unpermute")
 
@@ -61,7 +62,7 @@ def by_chance(seed: int) -> Choose:
     return lambda site: random.Random(f"{seed} {site.kind}").choice(choices)
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", first_quick(["deepseek_v3", "gpt_oss", "mixtral"]))
 def test_weights_are_those_of_plain_training(architecture: str) -> None:
     plain = weights_after(architecture, None)
     chosen = {**EXACT, **{kind: only(kind) for kind in (*EXPERT_PARTS, "attention_core", "linear", "norm", "experts")}}

@@ -15,6 +15,7 @@ from flex_trainer.errors import UserError
 from flex_trainer.launch import failing_rank
 from flex_trainer.launch.failing_rank import flush_at_failure, is_lost_peer, rank_name, ranks_fail_together, watch
 from flex_trainer.testing.ranks import free_port
+from tests.tiers import first_quick
 
 JOBS = [sys.executable, "-m", "tests.launch.failing_jobs"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,13 +135,14 @@ class Ranks:
                 process.kill()
 
 
-@pytest.mark.parametrize("job", ["end-slowly", "end-waiting", "end-after-destroying"])
+@pytest.mark.parametrize("job", first_quick(["end-slowly", "end-waiting", "end-after-destroying"]))
 def test_a_rank_that_has_ended_well_ends_well(job: str) -> None:
     """Whatever the watching thread is doing when the process goes down."""
     ((code, error),) = Ranks(job, 1, world_size=2).wait()
     assert code == 0, error
 
 
+@pytest.mark.sweep
 def test_without_being_stopped_the_thread_aborts_it() -> None:
     """Why it is stopped. When this fails, there is no need to."""
     ((code, error),) = Ranks("end-slowly-without-stopping", 1, world_size=2).wait()

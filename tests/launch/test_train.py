@@ -69,7 +69,7 @@ def test_wandb_stays_offline_without_a_key(
         monkeypatch.delenv(name)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    run(load_recipe(tiny, ["report.to=[wandb]"]))
+    run(load_recipe(tiny, ["report.to=[wandb]", "training.max_steps=1"]))
     assert os.environ["WANDB_MODE"] == "offline"
     runs = list((tmp_path / "runs" / "tiny" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 1
@@ -92,7 +92,13 @@ def test_wandb_needs_no_home_that_can_be_written(
     assert [os.environ.get(name) for name in names] == expected
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGTERM, Terminated),
+        pytest.param(signal.SIGINT, KeyboardInterrupt, marks=pytest.mark.sweep),
+    ],
+)
 def test_a_run_that_is_stopped_leaves_summary_and_report(
     number: signal.Signals,
     error: type[BaseException],
@@ -127,7 +133,7 @@ def test_who_stopped_a_run_is_in_its_exit_code(error: BaseException, code: int, 
 
 
 def test_a_launch_for_more_processes_is_noted(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(load_recipe(tiny, ["accelerate=cpu_2proc"]))
+    run(load_recipe(tiny, ["accelerate=cpu_2proc", "training.max_steps=1"]))
     output = " ".join(capsys.readouterr().out.split())
     assert "is for 2 processes; this run has 1" in output
 

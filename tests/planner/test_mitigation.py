@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flex_trainer.cost.graph import ActivationGraph, Operator, Segment, Value
@@ -16,6 +16,7 @@ from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.cost_rules import evaluate
 from tests.planner.graphs import graphs
+from tests.tiers import examples
 
 RECOMPUTE, OFFLOAD, QUANTIZE = Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE
 ALL = (RECOMPUTE, OFFLOAD, QUANTIZE)
@@ -30,7 +31,7 @@ def share_of_demand(graph: ActivationGraph, share: float) -> int:
     return int(share * planner(graph).plan(2**60).demand_peak_bytes)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(graph=graphs(), allowed=allowed_sets)
 def test_enough_memory_means_no_mitigation_and_no_time(graph: ActivationGraph, allowed: tuple[Strategy, ...]) -> None:
     demand_bytes = planner(graph, allowed).plan(2**60).demand_peak_bytes
@@ -40,7 +41,7 @@ def test_enough_memory_means_no_mitigation_and_no_time(graph: ActivationGraph, a
     assert plan.predicted_bytes == plan.demand_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(graph=graphs(), allowed=allowed_sets, share=st.floats(0, 1))
 def test_plan_obeys_its_limits(graph: ActivationGraph, allowed: tuple[Strategy, ...], share: float) -> None:
     available_bytes = share_of_demand(graph, share)
@@ -71,7 +72,7 @@ def test_plan_obeys_its_limits(graph: ActivationGraph, allowed: tuple[Strategy, 
     assert plan.added_seconds == pytest.approx(sum(cost.added_seconds for cost in costs))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(graph=graphs(), allowed=allowed_sets, share=st.floats(0, 1))
 def test_never_called_too_large_when_mitigating_everything_fits(
     graph: ActivationGraph, allowed: tuple[Strategy, ...], share: float
@@ -93,7 +94,7 @@ def uniform(graph: ActivationGraph, allowed: tuple[Strategy, ...], strategy: Str
     return planner(graph, allowed).plan(2**60, fixed=fixed)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(graph=graphs(), shares=st.lists(st.floats(0.1, 1), min_size=2, max_size=5))
 def test_more_memory_costs_no_more_time_up_to_the_slack_of_greed(graph: ActivationGraph, shares: list[float]) -> None:
     # Greedy choices are not monotone: a tighter limit may stop after one cheap mitigation that is large, where a looser
@@ -125,7 +126,7 @@ def everything_costs(graph: ActivationGraph) -> float:
     return total
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(graph=graphs(), share=st.floats(0, 1), data=st.data())
 def test_what_has_run_stays_as_it_ran(graph: ActivationGraph, share: float, data: st.DataObject) -> None:
     names = [op.site.name for segment in graph.segments for op in segment.operators if op.site.is_recomputable]
@@ -136,7 +137,7 @@ def test_what_has_run_stays_as_it_ran(graph: ActivationGraph, share: float, data
         assert plan.strategies.get(name, Strategy.KEEP) is strategy
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(graph=graphs(), share=st.floats(0, 1), method=st.sampled_from(METHODS))
 def test_same_question_same_answer(graph: ActivationGraph, share: float, method: str) -> None:
     available_bytes = share_of_demand(graph, share)

@@ -17,6 +17,7 @@ from flex_trainer.planner.mitigation import METHODS, MitigationPlanner
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Site, Strategy
 from flex_trainer.testing.cost_rules import evaluate
+from tests.tiers import first_quick
 
 RECOMPUTE, OFFLOAD, QUANTIZE = Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE
 UNIT_BYTES = 32 * 1024
@@ -99,7 +100,7 @@ def chosen(seed: int, share: float, method: str = "optimal") -> tuple[Plan, int]
     return planner.plan(available_bytes, GRADIENTS), available_bytes
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", first_quick(range(8), 4))  # one of each set of strategies
 @pytest.mark.parametrize("share", [0.6, 0.8])
 def test_exact_programme_and_planner_against_all_plans(seed: int, share: float) -> None:
     pytest.importorskip("scipy")
@@ -116,7 +117,7 @@ def test_exact_programme_and_planner_against_all_plans(seed: int, share: float) 
         assert best * (1 - 1e-9) - 1e-12 <= plan.added_seconds <= best * 1.001 + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", first_quick(range(30), 8))
 @pytest.mark.parametrize("share", [0.4, 0.7, 0.9])
 def test_never_worse_than_algorithm_2(seed: int, share: float) -> None:
     plan, available_bytes = chosen(seed, share)

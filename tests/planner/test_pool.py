@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flex_trainer.cost.compiled import forget_structures
@@ -13,6 +13,7 @@ from flex_trainer.planner.mitigation import MitigationPlanner
 from flex_trainer.planner.plan import Plan
 from flex_trainer.strategy import Site, Strategy
 from tests.planner.graphs import graphs
+from tests.tiers import examples
 
 RECOMPUTE, OFFLOAD, QUANTIZE = Strategy.RECOMPUTE, Strategy.OFFLOAD, Strategy.QUANTIZE
 SETS = ((RECOMPUTE, OFFLOAD), (RECOMPUTE,), (OFFLOAD,), (RECOMPUTE, OFFLOAD, QUANTIZE))
@@ -38,7 +39,7 @@ def uniform_ways(graph: ActivationGraph, allowed: tuple[Strategy, ...], rates: R
 
 
 @pytest.mark.parametrize("method", ["optimal", "bandwidth", "largest_first"])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(graphs(), st.sampled_from(SETS), st.floats(0.0, 1.0), st.sampled_from((0, 4096)))
 def test_no_uniform_way_that_fits_is_faster(
     method: str, graph: ActivationGraph, allowed: tuple[Strategy, ...], share: float, in_flight_bytes: int
@@ -53,7 +54,7 @@ def test_no_uniform_way_that_fits_is_faster(
         assert plan.added_seconds <= min(way.added_seconds for way in ways) + SLACK_SECONDS
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(graphs(), st.sampled_from(SETS), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_known_choices_make_plans_that_fit(
     graph: ActivationGraph, allowed: tuple[Strategy, ...], first: float, second: float

@@ -56,7 +56,7 @@ def run(
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept() -> None:
+def nothing_kept(all_collected: None) -> None:
     KEPT.clear()
 
 

@@ -21,6 +21,7 @@ from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES
 from tests.runtime_steps import attached, gradients, with_steady_rates, without_forecast
+from tests.tiers import first_quick, sweep_over
 
 AMPLE = FlexConfig(BASE_BYTES + 50_000_000)
 
@@ -61,7 +62,7 @@ CONTAINERS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("can_trace", [True, False])
-@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("name", sweep_over([*CONTAINERS], quick=["dict", "nested lists"]))
 def test_a_plan_for_a_short_batch_is_not_used_for_a_long_one(name: str, can_trace: bool) -> None:
     inner = tiny_model("mixtral")
     model = TakesOne(inner)
@@ -126,7 +127,7 @@ CHANGES = [set_attention, unfreeze, drop, stop_training_mode]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("can_trace", [True, False])
+@pytest.mark.parametrize("can_trace", first_quick([True, False]))
 def test_the_first_micro_batch_after_a_change_is_planned_for_it(
     change: Callable[[PreTrainedModel, bool], None], can_trace: bool
 ) -> None:
@@ -182,7 +183,7 @@ def test_a_state_that_comes_back_finds_its_plans(monkeypatch: pytest.MonkeyPatch
     assert runtime.part().plans.num_made == num_made
 
 
-@pytest.mark.parametrize("limit_bytes", [1_450_000, 1_250_000])
+@pytest.mark.parametrize("limit_bytes", first_quick([1_450_000, 1_250_000]))
 def test_noise_multiplied_in_place_is_predicted(limit_bytes: int) -> None:
     """Mixtral's jitter writes into the output of the norm before it: recomputing the norm does not bring that back."""
     model = tiny_model("mixtral", router_jitter_noise=0.1)

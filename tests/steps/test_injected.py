@@ -17,6 +17,7 @@ from flex_trainer.provision.device_books import MemoryLimitError
 from flex_trainer.testing.failures import ASKED_BYTES, PLACES, FailingAllocations
 from flex_trainer.testing.fake_meter import FakeMeter
 from tests.runtime_steps import with_steady_rates
+from tests.tiers import sweep_over
 from tests.trainer_runs import LIMIT_BYTES, assert_same_run, make
 
 NUM_STEPS = 2
@@ -87,7 +88,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Counting:
     return trainer
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", sweep_over(PLACES, quick=["backward", "offload"]))
 def test_a_run_with_failures_ends_as_one_without(
     tmp_path: Path, plain: Counting, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:

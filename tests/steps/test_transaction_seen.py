@@ -43,6 +43,7 @@ def test_retries_are_in_the_log_the_summary_and_the_report(tmp_path: Path) -> No
 # For real
 
 
+@pytest.mark.sweep
 def test_a_limit_that_falls_in_the_middle_of_a_run() -> None:
     result = run_in_subprocess("tests.steps.transaction_jobs:train_under_a_falling_limit", timeout_s=300)
     assert result.exit_code == 0, result.stderr[-3000:]

@@ -19,6 +19,7 @@ from flex_trainer.strategy import Strategy
 from flex_trainer.symbolic.counter import NotSymbolic, OperationCounter
 from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
 from flex_trainer.testing.tiny import FAMILIES, tiny_batch, tiny_model
+from tests.tiers import STRUCTURES
 
 CPU = torch.device("cpu")
 
@@ -59,7 +60,10 @@ LOW_PRECISION_FAMILIES = ("deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "qw
 @pytest.mark.parametrize(
     ("family", "dtype", "has_padding"),
     [
-        *((family, torch.float32, True) for family in FAMILIES),
+        *(
+            pytest.param(family, torch.float32, True, marks=[] if family in STRUCTURES else pytest.mark.sweep)
+            for family in FAMILIES
+        ),
         *((family, torch.bfloat16, False) for family in LOW_PRECISION_FAMILIES),
     ],
 )

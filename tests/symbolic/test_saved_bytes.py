@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flex_trainer.bench.saved_bytes import compare_families
+from tests.tiers import first_quick
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", first_quick(["mixtral", "glm4_moe"]))
 def test_saved_bytes_are_exact_under_each_strategy(family: str) -> None:
     # Mixtral's masks, which sdpa turns into floats with infinities, are saved and must be known not to be quantized;
     # of what GLM's attention recovers in "mixed", some is not saved where everything is kept.

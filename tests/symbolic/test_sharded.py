@@ -18,6 +18,7 @@ from flex_trainer.models.sharding import gathered_bytes
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter
+from tests.tiers import first_quick
 
 peft = pytest.importorskip("peft")
 
@@ -86,7 +87,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", first_quick(["qwen3_moe", "llama"]))
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_weights_are_gathered_in_another_dtype_than_stored(architecture: str, policy: MixedPrecisionPolicy) -> None:
     record = first_record(sharded(architecture, policy))
