@@ -56,10 +56,11 @@ def run(
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(all_collected: None) -> None:
+def nothing_kept() -> None:
     KEPT.clear()
 
 
+@pytest.mark.usefixtures("all_collected")
 @pytest.mark.parametrize("looks_at_data", [False, True], ids=["traced", "refused in the middle"])
 def test_tensors_of_a_trace_are_taken_out_of_where_a_forward_put_them(
     looks_at_data: bool, caplog: pytest.LogCaptureFixture
@@ -73,6 +74,7 @@ def test_tensors_of_a_trace_are_taken_out_of_where_a_forward_put_them(
         assert "1 of shapes (2, 24, " in messages[0] and "were taken out again. Set trace=false" in messages[0]
 
 
+@pytest.mark.usefixtures("all_collected")
 def test_tensors_of_a_trace_in_other_containers_are_taken_out() -> None:
     places: list[Any] = [deque(), {}, {0: None}, set()]
 
@@ -91,6 +93,7 @@ class Last:
     hidden_states: torch.Tensor | None = None
 
 
+@pytest.mark.usefixtures("all_collected")
 def test_tensors_of_a_trace_under_a_name_are_an_error_that_says_what_to_do() -> None:
     """What the name had before is not known."""
     with pytest.raises(TraceLeftBehindError, match=r"keeps tensors outside of its module.* of shapes \(2, 24, .*trace"):
