@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.backends import cuda as kernels
@@ -59,23 +59,6 @@ def scope_is(scope: Scope | None) -> Iterator[None]:
 def no_scope():
     """Operators run plainly inside: used by recomputes."""
     return scope_is(None)
-
-
-@contextmanager
-def routing_is(results: Iterator[Any]) -> Iterator[None]:
-    """Inside, routers on this thread give these results, one after the other (`as_routed`): for recomputations."""
-    outer = getattr(_thread, "routing", None)
-    _thread.routing = results
-    try:
-        yield
-    finally:
-        _thread.routing = outer
-
-
-def as_routed(result: Any) -> Any:
-    """What a router gives that has just run plainly: in a recomputation, what it gave in the first run."""
-    results: Iterator[Any] | None = getattr(_thread, "routing", None)
-    return result if results is None else next(results, result)
 
 
 class ExecutionState:

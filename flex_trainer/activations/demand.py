@@ -36,7 +36,7 @@ class Demand:
             if not entry.is_pinned:
                 value = values[entry.value]
                 value.savers.clear()
-                value.is_decision &= entry.is_given
+                value.is_decision &= entry.is_router_output
                 entry.is_counted = False
                 self._ledger.demand(-value.num_bytes)
                 self.keep(entry)

@@ -17,7 +17,7 @@ class Entry:
         "holding",
         "dropped_bytes",
         "is_counted",
-        "is_given",
+        "is_router_output",
         "num_bytes",
         "owner",
         "pins",
@@ -38,7 +38,7 @@ class Entry:
         self.holding: weakref.ref[Holding] | None = None
         self.stored: weakref.ref[StoredValue] | None = None
         self.is_counted = False  # in the ledger's demand
-        self.is_given = False  # by a router, to what is around it
+        self.is_router_output = False
         self.dropped_bytes = 0  # in the ledger's freed bytes, since a recomputation brings them back
         self.pins: list[weakref.ref[Any]] | None = None  # alive as long as anything packed of this storage is
 

@@ -52,8 +52,8 @@ class KnownHolding:
         self._ledger.release(self._num_bytes)
 
 
-class Unwatched:
-    """What has run of such a forward."""
+class UnwatchedForward:
+    """A known forward while it runs: which operators have run, and the account that its sentinels keep alive."""
 
     __slots__ = ("_holding", "has_sentinel", "sites")
 
@@ -80,12 +80,12 @@ class Unwatched:
         if self._holding is not None and self.sites:
             self._holding.end_layer(self.sites[-1].layer)
 
-    def end(self, *, is_whole: bool) -> None:
-        """Values hold the account from here on.
+    def end(self, *, reached_its_end: bool) -> None:
+        """Forget the account: from here on the sentinels alone hold it.
 
         Args:
-            is_whole: whether nothing was looked at up to the end of forward.
+            reached_its_end: nothing was looked at up to the end of forward.
         """
-        if self._holding is not None and is_whole:
+        if self._holding is not None and reached_its_end:
             self._holding.end_forward()
         self._holding = None

@@ -46,7 +46,8 @@ from flex_trainer.strategy import Site, Strategy
 
 
 class Packing:
-    """The saved tensors of one micro-batch's forward: the part of a scope that packs them.
+    """The saved tensors of one micro-batch's forward: the part of a scope that packs them. `Scope` keeps the running
+    operators and the region up to date.
 
     Args:
         ledger: what is held is counted in.
@@ -89,7 +90,8 @@ class Packing:
                 continue  # an input handed through: its producer governs it
             call.output_bytes += entry.num_bytes
             if call.site.is_router:
-                entry.is_given = self._trace.values[entry.value].is_decision = True
+                entry.is_router_output = self._trace.values[entry.value].is_decision = True
+                self._demand.keep(entry)
             if region is not None and entry.region is None and entry.holding is None:
                 entry.region, entry.version = (region, number), leaf._version
                 self._table.watch(storage)
@@ -106,7 +108,8 @@ class Packing:
         return self._hold(entry, tensor)
 
     def _pack_inner(self, tensor: torch.Tensor) -> Packed:
-        """Inside a recomputed region: number what the recomputation will save again, refer to the rest."""
+        """Inside a recomputed region: hold inputs and decisions, number what the recomputation will save again, refer
+        to the rest."""
         number = self._num_packs
         self._num_packs += 1
         region = self._region
@@ -121,8 +124,8 @@ class Packing:
             entry = self._new_entry(tensor, storage, self._stack[-1], self._between[-1])
         else:
             self._note_change(entry, tensor)
-            is_given = bool(region.given) and storage._cdata in region.given
-            if is_given or not self._trace.is_inside(entry.owner, self._region_call):
+            is_made_before = bool(region.made_before) and storage._cdata in region.made_before
+            if is_made_before or not self._trace.is_inside(entry.owner, self._region_call):
                 self._count(entry)
                 return self._hold(entry, tensor)  # an input of the region, or a value from before it
         if self._trace.values[entry.value].is_decision:

@@ -2,14 +2,14 @@
 
     forward    region R runs under pack hooks. What it saves is numbered 0, 1, 2, ... and dropped; its outputs are
                remembered by storage, so that a later operator which saves one of them gets "output k of R, this view".
-    backward   the first value that is asked for recomputations R from its inputs, in the state of the first run (random
+    backward   the first value that is asked for recomputes R from its inputs, in the state of the first run (random
                streams, autocast, what the module had in its attributes). The n-th tensor the recomputation saves fills
                the n-th slot; the k-th output fills the slot of output k. Slots that are no longer held are skipped, and
                the recomputation stops once the last needed one is full.
 
 The inputs are packed values themselves: an input that was dropped too is recovered by recomputing its region first.
 
-A region may have routers inside. What they gave in the first run is kept, and given again (`routing`): the rest of the
+A region may have routers inside. What they gave in the first run is kept, and given again (routed.py): the rest of the
 recomputation sees the very decisions of the first run.
 This is the paper's recompute (BaGuaLu-2, section IV-B) at the granularity of an operator.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from flex_trainer.activations.context import ExecutionState, no_scope, routing_is
+from flex_trainer.activations.context import ExecutionState, no_scope
 from flex_trainer.activations.first_parameters import parts_of
 from flex_trainer.activations.hooks import InnerHooks
 from flex_trainer.activations.identity import is_plain, storage_key
@@ -33,7 +33,9 @@ from flex_trainer.activations.leaves import leaves_of, mapped, tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.made_weights import MadeWeights
 from flex_trainer.activations.module_state import ModuleState
+from flex_trainer.activations.packed_leaf import PackedLeaf, recovered
 from flex_trainer.activations.quick_state import QuickState, state_of
+from flex_trainer.activations.routed import Routed, routing_is
 from flex_trainer.activations.values import Packed, Recovered, Slot, alive
 
 
@@ -66,7 +68,7 @@ class Region:
                 return leaf
             if device is None and leaf.device.type not in _WITHOUT_STREAM:
                 device = leaf.device
-            return _PackedLeaf(leaf, pack_input)
+            return PackedLeaf(leaf, pack_input)
 
         # Lists and tuples of the call are made anew, so that what the caller does to its own later is not seen.
         self._args = tuple([mapped(pack, arg) for arg in args])
@@ -82,13 +84,12 @@ class Region:
             if type(self._module_state) is ModuleState:  # a module with weights that are made is not remembered quickly
                 self._made = MadeWeights(parts)
         made = [] if self._made is None else self._made.tensors
-        self.given = {storage_key(tensor) for tensor in made if is_plain(tensor)}
+        self.made_before = {storage_key(tensor) for tensor in made if is_plain(tensor)}
         """Storages of weights that were made before: during the first run, these are inputs."""
-        self._made_leaves = [_PackedLeaf(tensor, pack_input) for tensor in made]
+        self._made_leaves = [PackedLeaf(tensor, pack_input) for tensor in made]
         self._state = ExecutionState(device or torch.device("cpu"))
         self._ledger = ledger
-        self._routed: list[Any] = []  # results of routers inside, their tensors packed
-        self._routed_versions: list[tuple[torch.Tensor, int]] = []  # while it runs for the first time
+        self.routed = Routed()
         self._inner: dict[int, weakref.ref[Slot]] = {}
         self._outputs: dict[int, weakref.ref[Slot]] = {}
 
@@ -102,31 +103,20 @@ class Region:
         try:
             with _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.first_run(num_saved):
                 result = self._function(*args, **kwargs)
-        except BaseException:
-            self._routed_versions.clear()  # their graphs hold this region: neither would ever be freed
-            raise
+        finally:
+            self.routed.end_first_run()
         if self._module_state is not None:
             self._module_state.note_first_run()
         if self._made is not None:
             is_read = self._made.note_first_run()
             self._made_leaves = [leaf for leaf, read in zip(self._made_leaves, is_read, strict=True) if read]
-        self.given.clear()
-        if any(tensor._version != version for tensor, version in self._routed_versions):
-            self._routed.clear()  # a code around the router writes into its results: both are run again
-        self._routed_versions.clear()
+        self.made_before.clear()
         if any(tensor._version != version for tensor, version in inputs):
             raise RuntimeError(
                 f"{self.name} changes one of its inputs in place, so it cannot be run a second time in backward. Use "
                 "the out-of-place form of that operation, or leave 'recompute' out of strategies."
             )
         return result
-
-    def note_routing(self, result: Any, pack: Callable[[torch.Tensor], Packed]) -> None:
-        """A router inside has given this in the first run; `pack` as `pack_input`."""
-        self._routed_versions += [(tensor, tensor._version) for tensor in tensors_of((result,), {})]
-        self._routed.append(
-            mapped(lambda leaf: _PackedLeaf(leaf, pack) if isinstance(leaf, torch.Tensor) else leaf, result)
-        )
 
     def inner_slot(self, number: int) -> Slot:
         """A slot for the `number`-th tensor that the region saves."""
@@ -146,18 +136,18 @@ class Region:
         """Run the operator again and fill every live slot. Random streams are left as they were found."""
         inner = {number: slot for number, ref in self._inner.items() if (slot := ref()) and slot.value is None}
         outputs = {index: slot for index, ref in self._outputs.items() if (slot := ref()) and slot.value is None}
-        args = [_recovered(arg) for arg in self._args]
-        kwargs = {name: _recovered(value) for name, value in self._kwargs.items()}
+        args = [recovered(arg) for arg in self._args]
+        kwargs = {name: recovered(value) for name, value in self._kwargs.items()}
         last_inner = max(inner, default=-1)
         number = -1
-        recovered: dict[int, Recovered] = {}  # by storage: several slots may be views of one
+        brought_back: dict[int, Recovered] = {}  # by storage: several slots may be views of one
 
         def fill(slot: Slot, value: torch.Tensor) -> None:
             value = value.detach()  # a saved result still carries the recomputation's own graph
             key = value.untyped_storage()._cdata
-            if key not in recovered:
-                recovered[key] = Recovered(self._ledger, value.untyped_storage().nbytes())
-            slot.fill(value, recovered[key])
+            if key not in brought_back:
+                brought_back[key] = Recovered(self._ledger, value.untyped_storage().nbytes())
+            slot.fill(value, brought_back[key])
 
         def capture(tensor: torch.Tensor) -> None:
             nonlocal number
@@ -173,12 +163,13 @@ class Region:
         module_state = _NOTHING if self._module_state is None else self._module_state.restored(self.name)
         hooks = _NOTHING if self._hooks is None or self._hooks.are_none() else self._hooks.recompute()
         made = [leaf.recover() for leaf in self._made_leaves]
+        routed = self.routed.recovered()
         with (
             module_state,
             _NOTHING if self._made is None else self._made.found(made),
             hooks,
             no_scope(),
-            routing_is(map(_recovered, self._routed)) if self._routed else _NOTHING,
+            routing_is(routed),
             self._state.restored(),
             torch.enable_grad(),
             saved_tensors_hooks(capture, never),
@@ -199,29 +190,6 @@ class Region:
                 " the operator takes another path the second time. Leave 'recompute' out of strategies, or report the"
                 " model."
             )
-
-
-class _PackedLeaf:
-    """A tensor argument of a region, with what is needed to hand it to the recomputation."""
-
-    __slots__ = ("_packed", "_parameter", "_requires_grad")
-
-    def __init__(self, tensor: torch.Tensor, pack_input: Callable[[torch.Tensor], Packed]) -> None:
-        self._packed = pack_input(tensor)
-        self._parameter = tensor if type(tensor) is nn.Parameter else None
-        self._requires_grad = tensor.requires_grad
-
-    def recover(self) -> torch.Tensor:
-        tensor = self._packed.get()
-        # A parameter is handed on as the very object: the operator may look for attributes on it.
-        return tensor.detach().requires_grad_(self._requires_grad) if self._parameter is None else self._parameter
-
-
-def _recovered(tree: Any) -> Any:
-    """An argument with its tensors in the place of their packed forms."""
-    if type(tree) is _PackedLeaf:
-        return tree.recover()
-    return mapped(lambda leaf: leaf.recover() if type(leaf) is _PackedLeaf else leaf, tree)
 
 
 _WITHOUT_STREAM = frozenset({"cpu", "meta"})

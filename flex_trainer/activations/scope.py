@@ -24,7 +24,7 @@ from flex_trainer.activations.clock import Clock, HostClock
 from flex_trainer.activations.collector import collector_paused
 from flex_trainer.activations.context import current_scope, scope_is, warn_of_other_hooks
 from flex_trainer.activations.entry import keeps_nothing
-from flex_trainer.activations.known import KnownForward, Unwatched
+from flex_trainer.activations.known import KnownForward, UnwatchedForward
 from flex_trainer.activations.leaves import tensors_of
 from flex_trainer.activations.ledger import Ledger
 from flex_trainer.activations.mitigation import Mitigation
@@ -83,7 +83,7 @@ class Scope(Packing):
         self._whereabouts = whereabouts or Whereabouts()
         self.known = known
         """What this forward holds, if all is kept; None: every saved tensor is looked at. Set before it is opened."""
-        self._unwatched = Unwatched()
+        self._unwatched = UnwatchedForward()
         self._is_bare = False  # open without hooks outside of operators
         self._parameter_tensors = parameters
         self._has_warned = False
@@ -116,9 +116,9 @@ class Scope(Packing):
         try:
             with scope_is(self), nullcontext() if self._is_bare else saved_tensors_hooks(self._pack, unpack):
                 yield
-            self._unwatched.end(is_whole=self.known is not None)
+            self._unwatched.end(reached_its_end=self.known is not None)
         finally:
-            self._unwatched.end(is_whole=False)
+            self._unwatched.end(reached_its_end=False)
             self.sweep()
             self._whereabouts.at = self._whereabouts.at  # a copy: what runs is forgotten now
             self._running.clear()
@@ -170,9 +170,9 @@ class Scope(Packing):
         return self.known is None and not self._unwatched.sites
 
     @property
-    def num_traced(self) -> tuple[int, int]:
-        """Calls and values so far: nothing is waited for."""
-        return len(self._trace.calls), len(self._trace.values)
+    def num_traced(self) -> tuple[int, int, int]:
+        """`Trace.counts` so far: nothing is waited for."""
+        return self._trace.counts
 
     @property
     def calls(self) -> list[CallTrace]:
@@ -189,7 +189,7 @@ class Scope(Packing):
     def run(self, site: Site, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one operator or block under its strategy and return its result; plainly, where this is not the thread's
         current scope (in a recomputation, for one), or where other hooks pack what is saved."""
-        if current_scope() is not self or not self.is_on_top() or self.passes(site):
+        if current_scope() is not self or not self.is_on_top() or self.begin_unwatched(site):
             return function(*args, **kwargs)
         depth = len(running := self._running)
         running.append(site)
@@ -198,7 +198,7 @@ class Scope(Packing):
             self._unwatched.sites.append(site)
             with saved_tensors_hooks(self._pack_sentinel, self._unpack_hook()):
                 result = function(*args, **kwargs)
-        elif self._is_bare and self._region is None:  # watched since a while
+        elif self._is_bare and self._region is None:  # watched since mid-forward
             with saved_tensors_hooks(self._pack, self._unpack_hook()):
                 result = self._run_watched(site, function, args, kwargs)
         else:
@@ -206,8 +206,10 @@ class Scope(Packing):
         del running[depth:]  # not after an error: it has come from the innermost
         return result
 
-    def passes(self, site: Site) -> bool:
-        """Whether an operator may run as if there were no scope: nothing is looked at in it. Notes that it runs."""
+    def begin_unwatched(self, site: Site) -> bool:
+        """Whether nothing is looked at in this operator; it is then noted as run, and the caller runs it plainly. Never
+        outside of the layers (final norm, head, loss): backward asks for their values first, which tells that it has
+        come."""
         if self.known is None or not self._unwatched.has_sentinel or site.layer < 0:
             return False
         self._unwatched.sites.append(site)
@@ -227,13 +229,14 @@ class Scope(Packing):
         self._trace.calls.append(call)
         self._first_values.append(len(self._trace.values))
         chosen = self._choices.strategy(site)
-        strategy = self._strategy_now(site, chosen)
+        may_recompute = site.is_recomputable and self._region is None and torch.is_grad_enabled()
+        is_recomputed = chosen is Strategy.RECOMPUTE and may_recompute
         outer_region = self._region, self._region_call
         self._stack.append(index)
         self._between.append(_moved(chosen))
         start = self._clock.mark()
         try:
-            if strategy is Strategy.RECOMPUTE:
+            if is_recomputed:
                 result, region = self._run_region(index, function, args, kwargs)
             else:
                 result, region = function(*args, **kwargs), None
@@ -242,9 +245,9 @@ class Scope(Packing):
             self._stack.pop()
             self._between.pop()
             self._region, self._region_call = outer_region
-        self._note_outputs(index, strategy if region is not None else _moved(chosen), result, region)
+        self._note_outputs(index, chosen if is_recomputed else _moved(chosen), result, region)
         if site.is_router and self._region is not None:
-            self._region.note_routing(result, self._pack_input)
+            self._region.routed.note(site.name, result, self._pack_input)
         self._on_memory()
         return result
 
@@ -259,13 +262,6 @@ class Scope(Packing):
             self._has_warned = True
             warn_of_other_hooks(hook, self._name())
         return False
-
-    def _strategy_now(self, site: Site, chosen: Strategy) -> Strategy:
-        """What really happens at this site now: nothing inside a running region, but to what routers make, and only
-        what the site allows."""
-        is_refused = chosen is Strategy.RECOMPUTE and not site.is_recomputable
-        is_inside = self._region is not None and not site.is_router
-        return Strategy.KEEP if is_refused or is_inside or not torch.is_grad_enabled() else chosen
 
     def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
         name = self._trace.calls[index].site.name

@@ -76,6 +76,11 @@ class Trace:
     is_symbolic: bool = False
     """Made on shapes alone: sizes and work are right, and the seconds are at best an estimate."""
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Calls, values, and calls that may be recomputed."""
+        return len(self.calls), len(self.values), sum(call.site.is_recomputable for call in self.calls)
+
     def is_inside(self, inner: int, outer: int) -> bool:
         """Whether call `inner` is `outer`, or ran inside of it."""
         while inner > outer:

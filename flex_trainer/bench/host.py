@@ -206,7 +206,7 @@ class _Timer:
         self.seconds += time.process_time() - start
         return result
 
-    def passes(self, site: Site) -> bool:
+    def begin_unwatched(self, site: Site) -> bool:
         return False
 
     def is_on_top(self) -> bool:

@@ -1,6 +1,6 @@
 """What choices of strategies cost in one segment: bytes held, seconds added, bytes on top in forward and backward.
 
-This is where the cost rules stand. They are those of the engine (activations/scope.py), applied to data instead of
+This is where the cost rules stand. They are those of the engine (activations/packing.py), applied to data instead of
 tensors:
 - a value is governed by the operator that made it;
 - a recomputed operator or block drops what it made and holds its inputs instead, if anything of it is needed at all;
@@ -157,6 +157,9 @@ class SegmentStructure:
         self._kinds = [operator.site.kind for operator in operators]
         self.keeps_outputs = np.array([operator.site.keeps_outputs for operator in operators], dtype=bool)
         self.is_decision = np.array([value.is_decision and value.owner >= 0 for value in values], dtype=bool)
+        self.allows_within = self.allows.copy()
+        """n x 4: as `allows`, where no layer is recomputed as a whole."""
+        self.allows_within[self.keeps_outputs, RECOMPUTE] = False
         self._dropped = self.made * ~self.is_decision[:, None]
         """m x n: a block around the operator drops the value, if it is recomputed."""
         self.is_saved = np.array([bool(value.savers) for value in values], dtype=bool)

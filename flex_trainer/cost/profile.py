@@ -66,7 +66,7 @@ class Profile:
     def is_as_expected(
         self,
         shape: BatchShape,
-        num_traced: tuple[int, int],
+        num_traced: tuple[int, int, int],
         demand_bytes: int,
         loads: Mapping[int, Load],
         routed_pairs: Mapping[str, int],
@@ -75,7 +75,7 @@ class Profile:
         been skipped for long. Takes a fraction of what `observe` takes, and notes the shape and the pairs.
 
         Args:
-            num_traced: operators that ran, and values.
+            num_traced: operators that ran, values, and operators that may be recomputed.
             demand_bytes: what autograd saved, or would have saved had all been kept.
             loads: of the layers whose experts are on several ranks.
             routed_pairs: what each experts block got.

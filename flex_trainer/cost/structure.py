@@ -50,6 +50,7 @@ class Structure:
         self._has_infinity = np.zeros(len(values), dtype=bool)  # as a mask: kept where others are quantized
         self._samples: list[dict[str, Any]] = []  # sizes that taught something, for the file
         self._sites = [call.site for call in calls]
+        self._num_recomputable = sum(site.is_recomputable for site in self._sites)
         self._owners_and_savers = [value.owner for value in values], [list(value.savers) for value in values]
         self._cut: Cut | None = None
         self._demands: dict[tuple[int, int], tuple[float, dict[int, tuple[float, float]]]] = {}
@@ -96,12 +97,13 @@ class Structure:
         """Whether sizes at this shape can be told, not only bounded."""
         return self._value_scaling.is_sure(shape.batch_size, shape.sequence_length)
 
-    def is_due(self, num_traced: tuple[int, int]) -> bool:
+    def is_due(self, num_traced: tuple[int, int, int]) -> bool:
         """Whether a real micro-batch that seems to be as expected is to be looked at all the same: another number of
-        operators or values, one of the first, or one of every few. It counts as one more."""
+        operators, of values or of operators that may be recomputed, one of the first, or one of every few. It counts as
+        one more."""
         self._num_real += 1
         return (
-            num_traced != (len(self._calls), len(self._values))
+            num_traced != (len(self._calls), len(self._values), self._num_recomputable)
             or self._num_real <= _OBSERVED_FIRST
             or self._num_real % _OBSERVED_EVERY == 0
         )

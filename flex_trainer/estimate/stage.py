@@ -18,7 +18,6 @@ from flex_trainer.cost.shape import BatchShape
 from flex_trainer.estimate.mesh import Stage
 from flex_trainer.estimate.skeleton import Skeleton
 from flex_trainer.models.discovery import ModelMap, discover
-from flex_trainer.models.discovery import Operator as Module
 from flex_trainer.models.sharding import without_recomputed_collectives
 from flex_trainer.strategy import EP_COMBINE, EP_DISPATCH
 from flex_trainer.symbolic.forward import SymbolicModel
@@ -119,7 +118,7 @@ def trace_stage(
         NotSymbolic: what the model does depends on data.
     """
     shape = BatchShape(batch_size, sequence_length)
-    find = _with_kept_experts if ep > 1 and dispatch != "flex" else _without_recomputed_collectives
+    find = _discover_with_kept_experts if ep > 1 and dispatch != "flex" else _discover
     with skeleton.as_stage(stage, ep, dispatch):
         symbolic = SymbolicModel(skeleton.model, torch.device("cpu"), has_fused_attention=hardware.is_gpu, find=find)
         autocast = torch.autocast("cpu", precision.autocast) if precision.autocast is not None else nullcontext()
@@ -162,24 +161,15 @@ def trace_stage(
     )
 
 
-def _without_recomputed_collectives(model: nn.Module) -> ModelMap:
+def _discover(model: nn.Module) -> ModelMap:
     return without_recomputed_collectives(discover(model))
 
 
-def _with_kept_experts(model: nn.Module) -> ModelMap:
+def _discover_with_kept_experts(model: nn.Module) -> ModelMap:
     """Experts whose tokens come by collectives that are none of their operators are not run again in backward."""
-
-    def kept(operators: tuple[Module, ...]) -> tuple[Module, ...]:
-        return tuple(
-            replace(one, site=replace(one.site, is_recomputable=False))
-            if one.site.kind == "experts" or experts & set(one.module.modules())
-            else one
-            for one in operators
-        )
-
     found = discover(model)
     experts = {one.module for one in found.experts}
-    return ModelMap(kept(found.operators), kept(found.layers), kept(found.experts))
+    return found.with_kept(lambda one: not experts.isdisjoint(one.module.modules()))
 
 
 def _add_exchanges(calls: list[CallTrace], seconds: float) -> None:

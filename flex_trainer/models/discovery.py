@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -24,7 +24,7 @@ from flex_trainer.errors import UserError
 from flex_trainer.strategy import Site
 
 _ATTENTION_NAME = re.compile(r"attn|attention|mixer|mamba|conv|delta|linear_att", re.IGNORECASE)
-_ROUTER_NAME = re.compile(r"^(gate|router|topk_router)$|router", re.IGNORECASE)
+_ROUTER_NAME = re.compile(r"^gate$|router", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class ModelMap:
     operators: tuple[Operator, ...]
     layers: tuple[Operator, ...]
     experts: tuple[Operator, ...]
-    is_repeatable: dict[str, bool] = field(default_factory=dict, compare=False)
+    repeatable: dict[str, bool] = field(default_factory=dict, compare=False)
     """By site name, once it has run: whether a block can be run again, as it changes neither its buffers nor what it is
     given. Shared with copies, so what a trace finds out holds in the first real forward."""
 
-    def at_routers(self) -> set[nn.Module]:
-        """Routers with what is inside of them, and the modules of layers that enclose one: what stands in no operator
-        that is recomputed by itself."""
+    def modules_around_routers(self) -> set[nn.Module]:
+        """Routers, what is inside of them, and what encloses one within its layer: code there runs a second time only
+        where the whole layer is recomputed."""
         routers = {operator.module for operator in self.operators if operator.site.is_router}
         found = {part for router in routers for part in router.modules()}
         for layer in self.layers:
@@ -56,16 +56,16 @@ class ModelMap:
             found.update(part for part in parts if not routers.isdisjoint(part.modules()))
         return found
 
-    def with_layers_kept(self) -> ModelMap:
-        """The same operators, where no layer is recomputed as a whole."""
+    def with_kept(self, is_kept: Callable[[Operator], bool]) -> ModelMap:
+        """The same operators, where some are not recomputed."""
 
         def kept(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
             return tuple(
-                replace(one, site=replace(one.site, is_recomputable=False)) if one.site.kind == "layer" else one
+                replace(one, site=replace(one.site, is_recomputable=False)) if is_kept(one) else one
                 for one in operators
             )
 
-        return ModelMap(kept(self.operators), kept(self.layers), self.experts, self.is_repeatable)
+        return ModelMap(kept(self.operators), kept(self.layers), kept(self.experts), self.repeatable)
 
     def in_copy(self, model: nn.Module) -> ModelMap:
         """The same operators in a copy of the model."""
@@ -74,7 +74,7 @@ class ModelMap:
         def copied(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
             return tuple(Operator(modules[operator.site.name], operator.site) for operator in operators)
 
-        return ModelMap(copied(self.operators), copied(self.layers), copied(self.experts), self.is_repeatable)
+        return ModelMap(copied(self.operators), copied(self.layers), copied(self.experts), self.repeatable)
 
 
 def discover(model: nn.Module) -> ModelMap:
@@ -156,7 +156,7 @@ class _Walk:
                 self._add(child, "router", index, is_recomputable=False)
             else:
                 self._part(name, child, index)
-        # Run again as a whole, a layer is to find the decisions of its routers as they were.
+        # With experts but no router found, decisions could not be held.
         has_routers = any(found.site.is_router for found in self.found[at:])
         is_own = at < len(self.found) and self.found[at].module is layer
         if is_own and not has_routers and any(part in self._experts for part in layer.modules()):

@@ -39,7 +39,7 @@ def part_sites(block: Site, *, is_recomputable: bool = True) -> dict[str, Site]:
 def run_in_scope(sites: Mapping[str, Site], name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Run an operator in the scope of the micro-batch that is in forward; plainly where there is none."""
     scope, site = current_scope(), sites[name]
-    return function(*args) if scope is None or scope.passes(site) else scope.run(site, function, *args)
+    return function(*args) if scope is None or scope.begin_unwatched(site) else scope.run(site, function, *args)
 
 
 def split_experts_forward(

@@ -21,12 +21,14 @@ from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from flex_trainer.activations.context import as_routed, current_scope
+from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.leaves import tensors_of
 from flex_trainer.activations.model_tensors import modules_of
+from flex_trainer.activations.routed import as_routed
 from flex_trainer.activations.scope import Scope
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, Operator
+from flex_trainer.models.effects import forward_hooks, is_of_library
 from flex_trainer.models.expert_parallel import ManagedOperators
 from flex_trainer.models.experts import part_sites, run_in_scope, split_experts_forward
 from flex_trainer.models.routing import NoListener, Routing, RoutingListener, top_k_index_of
@@ -58,7 +60,7 @@ def _in_scope(
     def forward(*args: Any, **kwargs: Any) -> Any:
         scope = current_scope()
         if scope is not None:
-            if may_pass and scope.passes(site):
+            if may_pass and scope.begin_unwatched(site):
                 return plain(*args, **kwargs)
             if scope.is_on_top():
                 return run(scope, args, kwargs)
@@ -106,21 +108,21 @@ class Instrumentation:
             for operator in model_map.experts
             if dispatcher_of(operator.module) is None
         }
-        sites: list[_ModuleSite] = []
+        guarded_sites: list[_GuardedSite] = []
         for operator in model_map.operators:
             dispatcher = dispatcher_of(operator.module)
             if dispatcher is not None:
                 managed = ManagedOperators(operator.module, operator.site, listener)
                 self._undo.append(replace_attribute(dispatcher, "operators", managed))
                 continue
-            site = _ModuleSite(operator, model_map.is_repeatable)
-            sites.append(site)
+            guarded = _GuardedSite(operator, model_map.repeatable)
+            guarded_sites.append(guarded)
             if operator.site.kind == "experts":
-                self._replace_forward(operator.module, self._experts_forward(operator, site, listener))
+                self._replace_forward(operator.module, self._experts_forward(operator, guarded, listener))
             else:
                 parts = set(operator.module.modules())
                 inside = {module: sites for module, sites in expert_sites.items() if module in parts}
-                self._replace_forward(operator.module, _module_forward(operator, site, inside, self._outside))
+                self._replace_forward(operator.module, _module_forward(operator, guarded, inside, self._outside))
         attention_sites = {
             operator.module: Site(f"{operator.site.name}.core", "attention_core", operator.site.layer)
             for operator in model_map.operators
@@ -128,16 +130,16 @@ class Instrumentation:
         }
         self._undo.append(_REGISTRIES.add(attention_sites, expert_sites))
         self._wrap_loss(model)
-        at_routers = model_map.at_routers()
-        for site in sites:
-            site.note_code(at_routers)
+        around_routers = model_map.modules_around_routers()
+        for guarded in guarded_sites:
+            guarded.remember_code(around_routers)
 
     def _replace_forward(self, module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         original = module.forward
         self._undo.append(replace_attribute(module, "forward", functools.wraps(original)(make(original))))
 
     def _experts_forward(
-        self, operator: Operator, module_site: _ModuleSite, listener: RoutingListener
+        self, operator: Operator, guarded: _GuardedSite, listener: RoutingListener
     ) -> Callable[..., Callable[..., Any]]:
         site, module = operator.site, operator.module
         sites, outside = {module: part_sites(site)}, self._outside
@@ -152,7 +154,7 @@ class Instrumentation:
                     listener.on_routed(site, Routing.local(top_k_index, num_experts))
                 # Backward may come after `remove`, and a recomputation has to take the very steps of this run.
                 function = functools.partial(_REGISTRIES.run_split, sites, original)
-                return module_site.run(scope, function, args, kwargs)
+                return guarded.run(scope, function, args, kwargs)
 
             return _in_scope(run, original, site, outside)
 
@@ -175,35 +177,36 @@ class Instrumentation:
         self._undo.append(replace_attribute(owner, "_loss_function", loss_function))
 
 
-class _ModuleSite:
-    """A module's site, as it may be used in this forward.
+class _GuardedSite:
+    """Says whether a module may be recomputed in this forward, by the site that it gives it.
 
-    A recomputation must find the module as the first run did, and change nothing. So a module with buffers, or a whole
-    layer, is kept in its first forward, which shows whether it writes into its buffers (counters, running statistics)
-    or into what it is given; if it does, it is kept for good. A trace on shapes shows that too, before the first real
-    forward. And a module is kept whenever it is given a cache, which would be written twice, and a layer whenever a
-    forward or a module inside was exchanged since the model was attached, or hooks stand at its router: they may have
-    effects, such as to hand out recorded choices by call order.
+    A recomputation must find the module as the first run did, and change nothing. Kept in its first forward, unless a
+    trace has shown before how it is: a module with buffers, and every layer. Kept for good: one that writes into its
+    buffers (counters, running statistics), or a layer that writes into its inputs. Kept each time: a module that is
+    given a cache, which would be written twice; a layer whose code was exchanged since the model was attached, or with
+    hooks of users at its router. They may have effects, such as to hand out recorded choices by call order.
 
     Args:
-        is_repeatable: what was found out, by site name (`ModelMap.is_repeatable`).
+        repeatable: what was found out, by site name (`ModelMap.repeatable`).
     """
 
-    def __init__(self, operator: Operator, is_repeatable: dict[str, bool]) -> None:
+    def __init__(self, operator: Operator, repeatable: dict[str, bool]) -> None:
         self._site = operator.site
         self._kept = replace(operator.site, is_recomputable=False)
         self._module = operator.module
-        self._found = is_repeatable
+        self._repeatable = repeatable
         self._code: list[Any] = []  # of a layer
-        self._at_routers: list[nn.Module] = []
+        self._around_routers: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        self._has_foreign_hooks = False
         self._now: Site | None = None
         """None: not known yet."""
         if not operator.site.is_recomputable or (operator.site.kind != "layer" and not self._buffers()):
             self._now = self._site
 
     def run(self, scope: Scope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._now is None and self._site.name in self._found:
-            self._now = self._site if self._found[self._site.name] else self._kept
+        if self._now is None and self._site.name in self._repeatable:
+            self._now = self._site if self._repeatable[self._site.name] else self._kept
         site = self._now
         if site is None:
             return self._run_first(scope, function, args, kwargs)
@@ -223,7 +226,7 @@ class _ModuleSite:
         site = self._site if may_repeat else self._kept
         result = scope.run(site, function, *args, **kwargs)
         now = self._buffers()
-        self._found[self._site.name] = (
+        self._repeatable[self._site.name] = (
             len(now) == len(before)
             and all(
                 buffer is first and buffer._version == version and _is_equal(buffer, content)
@@ -233,17 +236,19 @@ class _ModuleSite:
         )
         return result
 
-    def note_code(self, at_routers: set[nn.Module]) -> None:
-        """The model is instrumented now."""
+    def remember_code(self, around_routers: set[nn.Module]) -> None:
+        """What a layer's code is once the model is instrumented: what differs later was exchanged."""
         if self._site.kind == "layer" and self._site.is_recomputable:
             self._code = self._code_now()
-            self._at_routers = [part for part in self._module.modules() if part in at_routers]
+            self._around_routers = [part for part in self._module.modules() if part in around_routers]
 
     def _has_other_code(self) -> bool:
         if not self._code:
             return False
-        has_hooks = any(part._forward_hooks or part._forward_pre_hooks for part in self._at_routers)
-        return has_hooks or self._code_now() != self._code
+        hooks = forward_hooks(self._around_routers)
+        if hooks != self._hooks:  # whose they are takes long to find out
+            self._hooks, self._has_foreign_hooks = hooks, not all(map(is_of_library, hooks))
+        return self._has_foreign_hooks or self._code_now() != self._code
 
     def _code_now(self) -> list[Any]:
         return [(vars(part).get("forward"), type(part).forward) for part in modules_of(self._module)]
@@ -264,7 +269,7 @@ def _is_equal(buffer: torch.Tensor, content: torch.Tensor) -> bool:
 
 
 def _module_forward(
-    operator: Operator, site: _ModuleSite, experts: dict[nn.Module, dict[str, Site]], outside: Outside
+    operator: Operator, guarded: _GuardedSite, experts: dict[nn.Module, dict[str, Site]], outside: Outside
 ) -> Callable[..., Callable[..., Any]]:
     """`experts`: those inside that are cut into operators."""
     is_layer, is_router = operator.site.kind == "layer", operator.site.is_router
@@ -273,10 +278,10 @@ def _module_forward(
         # As with experts: the very steps of the first run, whenever backward comes.
         function = functools.partial(_REGISTRIES.run_split, experts, original) if experts else original
         if is_router:
-            function = functools.partial(_route, original)
+            function = functools.partial(_route, operator.site.name, original)
 
         def run(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = site.run(scope, function, args, kwargs)
+            result = guarded.run(scope, function, args, kwargs)
             if is_layer:
                 scope.sweep()
             return result
@@ -286,9 +291,9 @@ def _module_forward(
     return make
 
 
-def _route(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _route(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a router; in a recomputation of what is around it, the first run's results come out."""
-    return as_routed(original(*args, **kwargs))
+    return as_routed(name, original(*args, **kwargs))
 
 
 class _Registries:
@@ -347,7 +352,7 @@ class _Registries:
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             scope, site = current_scope(), self._attention.get(module)
-            if scope is None or site is None or scope.passes(site):
+            if scope is None or site is None or scope.begin_unwatched(site):
                 return function(module, *args, **kwargs)
             return scope.run(site, functools.partial(function, module), *args, **kwargs)
 

@@ -9,7 +9,6 @@ ranks do not take part in.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -194,14 +193,10 @@ class Units:
 def without_recomputed_collectives(model_map: ModelMap) -> ModelMap:
     """The same operators, where none is recomputable whose recomputation would run a collective: gather a unit inside
     of it, or exchange tokens through an implementation that does not ask the other ranks."""
-    return ModelMap(
-        operators=tuple(map(_without_collective, model_map.operators)),
-        layers=tuple(map(_without_collective, model_map.layers)),
-        experts=tuple(map(_without_collective, model_map.experts)),
-    )
+    return model_map.with_kept(_would_run_collective)
 
 
-def _without_collective(operator: Operator) -> Operator:
+def _would_run_collective(operator: Operator) -> bool:
     module = operator.module
     inside = [part for part in module.modules() if part is not module]
     has_inner_unit = any(isinstance(part, FSDPModule) for part in inside)
@@ -209,9 +204,7 @@ def _without_collective(operator: Operator) -> Operator:
     encloses_spread = any(
         getattr(part, "_is_expert_parallel", False) or dispatcher_of(part) is not None for part in inside
     )
-    if not has_inner_unit and not is_spread and not encloses_spread:
-        return operator
-    return Operator(module, replace(operator.site, is_recomputable=False))
+    return has_inner_unit or is_spread or encloses_spread
 
 
 def _computing_dtype(group: Any, parameter: torch.Tensor) -> torch.dtype:

@@ -265,7 +265,8 @@ class GreedyMethod:
                 for second in allowed
                 for with_layers in (True, False)
             ]
-            states = [state, *(self._state(choices, free, gradients) for choices in everything)]
+            different = dict.fromkeys(map(tuple, everything))
+            states = [state, *(self._state(choices, free, gradients) for choices in different)]
             state = min(states, key=lambda one: one.timeline.peak().num_bytes)
         if state.timeline.peak().num_bytes <= room_bytes:
             _roll_back(state, self._costs, room_bytes)
@@ -297,7 +298,7 @@ class GreedyMethod:
         choices = []
         for number, choice, marks in zip(self._costs.class_of, start, free, strict=True):
             structure = self._costs.compiled[number].structure
-            allows = structure.allows if with_layers else structure.allows & ~structure.keeps_outputs[:, None]
+            allows = structure.allows if with_layers else structure.allows_within
             codes = np.frombuffer(choice, dtype=np.uint8)
             for code in (CODE_OF[second], CODE_OF[first]):
                 codes = np.where(allows[:, code] & np.frombuffer(marks, dtype=bool), code, codes)

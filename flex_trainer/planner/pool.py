@@ -103,8 +103,7 @@ class PoolMethod:
         # Uniform ones first: `_Problem.uniform` knows their places.
         uniform = [np.where(structure.allows[:, code], code, KEEP) for code in (KEEP, *self._codes)]
         if RECOMPUTE in self._codes:
-            within = structure.allows[:, RECOMPUTE] & ~structure.keeps_outputs
-            uniform.append(np.where(within, RECOMPUTE, KEEP))
+            uniform.append(np.where(structure.allows_within[:, RECOMPUTE], RECOMPUTE, KEEP))
         codes = np.array(uniform, dtype=np.int64).reshape(len(uniform), n)
         passed = self._costs.passed(number).choices
         if with_pool and passed:

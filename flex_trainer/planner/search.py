@@ -96,12 +96,11 @@ class _Search:
     def _plain(self) -> np.ndarray:
         """None, all, all but whole layers, all operators but no block, and these with one operator more or less."""
         n, may = self.structure.num_operators, self.moves.may_recompute
-        in_layers = may & ~self.structure.keeps_outputs
+        within = may & self.structure.allows_within[:, RECOMPUTE]
         leaves = may & ~(self.structure.inside & may).any(axis=1)
         alone = np.eye(n, dtype=bool)[self.free]
-        return np.concatenate(
-            [np.array([np.zeros(n, dtype=bool), may, in_layers, leaves]), alone, in_layers & ~alone, leaves & ~alone]
-        )
+        sets = np.array([np.zeros(n, dtype=bool), may, within, leaves])
+        return np.concatenate([sets, alone, within & ~alone, leaves & ~alone])
 
     def _greedy(self, moves: list[int], by_size: int) -> np.ndarray:
         """What Algorithm 2 passes through in this segment, as codes."""
@@ -241,13 +240,11 @@ class _Search:
     def _uniform(self) -> np.ndarray:
         """Keep everywhere, and each mitigation wherever it may be, with each other one elsewhere."""
         codes = [KEEP, RECOMPUTE, *self.moves.ways[0]]
-        may = {code: self.structure.allows[:, code] for code in codes}
         if not self.moves.may_recompute.any():
             codes.remove(RECOMPUTE)
-        may_inside = {code: allowed & ~self.structure.keeps_outputs for code, allowed in may.items()}
         rows = [
-            np.where(allowed[first], first, np.where(allowed[second], second, KEEP))
-            for allowed in (may, may_inside)
+            np.where(may[:, first], first, np.where(may[:, second], second, KEEP))
+            for may in (self.structure.allows, self.structure.allows_within)
             for first in codes
             for second in codes
         ]

@@ -22,9 +22,9 @@ from flex_trainer.cost.profile import Profile
 from flex_trainer.cost.shape import BatchShape
 from flex_trainer.memory.enforce import trim_freed_memory
 from flex_trainer.models.discovery import ModelMap
+from flex_trainer.models.effects import foreign_code
 from flex_trainer.provision.loss_memory import LossMemory
 from flex_trainer.snapshot import RandomStreams
-from flex_trainer.symbolic.effects import foreign_code
 from flex_trainer.symbolic.forward import SymbolicForward, SymbolicModel
 from flex_trainer.symbolic.leftovers import Leftovers
 

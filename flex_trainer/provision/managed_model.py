@@ -11,6 +11,7 @@ from torch import nn
 
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, discover
+from flex_trainer.models.effects import foreign_code, forward_hooks, is_of_library
 from flex_trainer.models.sharding import (
     Units,
     gathered_bytes,
@@ -20,7 +21,6 @@ from flex_trainer.models.sharding import (
     without_recomputed_collectives,
 )
 from flex_trainer.provision.gradients import Gradients
-from flex_trainer.symbolic.effects import foreign_code, is_of_library
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,8 @@ class ManagedModel:
 
         Args:
             device: where the activations live; that of the first parameter when None.
-            trace: as in `FlexConfig`. True: all code is without effects, so layers may be run again as a whole. Else
-                that is looked at: what stands around operators (a router that hands out recorded choices by call order)
-                is otherwise run once.
+            trace: as in `FlexConfig`. Layers are recomputed as a whole only if all code of the forward is of known
+                libraries, or this is True.
 
         Raises:
             ValueError: no decoder layers, FSDP1 or tensor-parallel weights.
@@ -62,7 +61,7 @@ class ManagedModel:
         refuse_unmanaged(module)
         model_map = without_recomputed_collectives(discover(module))
         if (trace is not True and foreign_code(module) is not None) or _has_hooks_at_routers(model_map):
-            model_map = model_map.with_layers_kept()
+            model_map = model_map.with_kept(lambda one: one.site.kind == "layer")
         modules = {operator.site.name: operator.module for operator in model_map.operators}
         is_sharded = bool(units_of(module))
         return cls(
@@ -85,13 +84,7 @@ class ManagedModel:
 
 def _has_hooks_at_routers(model_map: ModelMap) -> bool:
     """Whether code of others runs there with every forward. A trace's copy has no such hooks (symbolic/twin.py)."""
-    hooks = (
-        hook
-        for part in model_map.at_routers()
-        for table in (part._forward_hooks, part._forward_pre_hooks)
-        for hook in table.values()
-    )
-    return not all(map(is_of_library, hooks))
+    return not all(map(is_of_library, forward_hooks(model_map.modules_around_routers())))
 
 
 def _fingerprint(model: nn.Module, model_map: ModelMap) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -26,22 +27,6 @@ from flex_trainer.strategy import EP_BLOCK, Site, Strategy
 _REST_SHARE = 1 / 8
 """After a backward that keeps nothing, a rest this small hangs on outputs that the loss does not depend on (a router's
 unused scores): it is there as long as the caller has them, and no backward will come for it."""
-
-
-class _Planning:
-    """Counts time; small, since it is made after every router."""
-
-    __slots__ = ("_micro_batch", "_started")
-
-    def __init__(self, micro_batch: MicroBatch) -> None:
-        self._micro_batch = micro_batch
-        self._started = time.perf_counter()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self._micro_batch.plan_seconds += time.perf_counter() - self._started
 
 
 @dataclass(eq=False)
@@ -133,9 +118,14 @@ class MicroBatch:
         """What it is in the books of the device."""
         return self.part, self.number
 
-    def planning(self) -> _Planning:
+    @contextmanager
+    def planning(self) -> Iterator[None]:
         """Count the time inside as planning."""
-        return _Planning(self)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.plan_seconds += time.perf_counter() - started
 
     def begin_forward(self) -> None:
         """Time runs from here on."""

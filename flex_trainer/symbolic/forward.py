@@ -131,7 +131,7 @@ class SymbolicModel:
                     stack.enter_context(FusedAttention(lambda: run.work))
                 forward = run.forward_and_backward(args, kwargs, with_backward)
             for call in forward.trace.calls:
-                if not self._map.is_repeatable.get(call.site.name, True):
+                if not self._map.repeatable.get(call.site.name, True):
                     call.site = replace(call.site, is_recomputable=False)
             return forward
         except _CANNOT as error:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from flex_trainer.models.checkpointing import copy_checkpointing
+from flex_trainer.models.effects import is_of_library
 from flex_trainer.models.sharding import computing_dtypes, gathered_shape
-from flex_trainer.symbolic.effects import is_of_library
 from flex_trainer.symbolic.sharded import without_sharding
 from flex_trainer.undo import take_off_copy
 

@@ -1,6 +1,6 @@
 """The cost rules once more, value by value in plain Python: what tests compare `cost/compiled.py` with.
 
-The rules are those of the engine (activations/scope.py), applied to data instead of tensors:
+The rules are those of the engine (activations/packing.py), applied to data instead of tensors:
 - a value is governed by the operator that made it;
 - a recomputed operator or block drops what it made and holds its inputs instead, if anything of it is needed at all;
 - what one recomputed operator needs from another is recovered by a chain of recomputations;

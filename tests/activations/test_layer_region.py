@@ -162,7 +162,7 @@ class TestLayersThatCannotBeRunTwice:
             for _ in range(3):
                 step = train_step(model, batch, layers)
                 assert_same_step(step, plain)
-        assert model_map.is_repeatable == {f"model.layers.{n}": n > 0 for n in range(model.config.num_hidden_layers)}
+        assert model_map.repeatable == {f"model.layers.{n}": n > 0 for n in range(model.config.num_hidden_layers)}
         assert counted.num_calls == 4
         assert step.ledger.num_recomputes == model.config.num_hidden_layers - 1
 
@@ -245,6 +245,42 @@ def test_numbers_of_experts_that_no_one_saves_are_not_predicted(architecture: st
     routers = {index for index, call in enumerate(trace.calls) if call.site.is_router}
     unsaved = [value for value in trace.values if value.owner in routers and value.is_decision and not value.savers]
     assert len(unsaved) <= 3 * len(routers)  # what they give: logits, weights, choices
+
+
+def test_what_transformers_captures_is_no_reason_to_keep_a_layer():
+    """Its hook on the routers only looks, stays for good once it was asked for, and is of a known library."""
+    model = tiny_model("mixtral")
+    batch = {**batch_of(model), "output_router_logits": True}
+    plain = train_step(model, batch)
+    assert all(layer.mlp.gate._forward_hooks for layer in model.model.layers)
+    with instrumented(model):
+        for _ in range(2):
+            step = train_step(model, batch, layers)
+            assert_same_step(step, plain)
+    assert step.ledger.num_recomputes == model.config.num_hidden_layers
+
+
+def test_a_router_that_runs_more_often_the_second_time_is_an_error():
+    model = tiny_model("mixtral")
+    batch = batch_of(model)
+    block = model.model.layers[0].mlp
+    forward = block.forward
+    is_second = False
+
+    def twice(hidden_states: torch.Tensor) -> Any:
+        if is_second:
+            block.gate(hidden_states.view(-1, hidden_states.size(-1)))
+        return forward(hidden_states)
+
+    block.forward = twice
+    with instrumented(model):
+        train_step(model, batch, layers)
+        scope = Scope(ByFunction(layers), Ledger(), parameters=list(model.parameters()), min_mitigated_bytes=1)
+        with scope.open():
+            loss = model(**batch).loss
+        is_second = True
+        with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.gate runs more often in a recomputation"):
+            loss.backward()
 
 
 def test_backward_may_come_after_the_model_is_given_back():

@@ -82,6 +82,20 @@ def test_never_called_too_large_when_mitigating_everything_fits(
     for strategy in allowed:
         everywhere = uniform(graph, allowed, strategy)
         assert plan.fits or plan.peak_bytes <= everywhere.peak_bytes
+    if RECOMPUTE in allowed:
+        for other in allowed:
+            within = recomputed_within_layers(graph, allowed, other)
+            assert plan.fits or plan.peak_bytes <= within.peak_bytes
+
+
+def recomputed_within_layers(graph: ActivationGraph, allowed: tuple[Strategy, ...], other: Strategy) -> Plan:
+    """The plan when all but whole layers is recomputed, and what layers make between their operators is moved."""
+    fixed = {}
+    for segment in graph.segments:
+        for op in segment.operators:
+            ways = [one for one in (RECOMPUTE, other) if one is not RECOMPUTE or op.site.kind != "layer"]
+            fixed[op.site.name] = next((one for one in ways if op.site.allows(one)), Strategy.KEEP)
+    return planner(graph, allowed).plan(2**60, fixed=fixed)
 
 
 def uniform(graph: ActivationGraph, allowed: tuple[Strategy, ...], strategy: Strategy) -> Plan:

@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mixtral import modeling_mixtral
 
 from flex_trainer.config import FlexConfig
+from flex_trainer.models.effects import foreign_code
 from flex_trainer.runtime import FlexRuntime
-from flex_trainer.symbolic.effects import foreign_code
 from flex_trainer.testing.steps import instrumented
 from flex_trainer.testing.tiny import FAMILIES, tiny_batch, tiny_model
 from tests.fake_meter import BASE_BYTES, with_fake_meter

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -54,6 +54,12 @@ def foreign_code(model: nn.Module) -> str | None:
 def is_of_library(function: Any) -> bool:
     """Whether a function, a bound method or another callable object is code of a known library, all the way down."""
     return _Search().foreign(function) is None
+
+
+def forward_hooks(modules: Iterable[nn.Module]) -> list[Any]:
+    """The hooks that run in the forward of these modules."""
+    tables = (table for module in modules for table in (module._forward_pre_hooks, module._forward_hooks) if table)
+    return [hook for table in tables for hook in table.values()]
 
 
 class _Search:
