@@ -31,7 +31,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 
 @pytest.mark.parametrize("planner", sweep_over(["optimal", "bandwidth", "largest_first"], quick=["optimal"]))
-@pytest.mark.parametrize("strategies", first_quick([("recompute",), ("offload",), ("recompute", "offload")], 2))
+@pytest.mark.parametrize(
+    "strategies", [("recompute",), ("offload",), pytest.param(("recompute", "offload"), marks=pytest.mark.sweep)]
+)
 def test_run_under_a_limit_equals_the_plain_run(
     tmp_path: Path, plain: Trainer, strategies: tuple[str, ...], planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

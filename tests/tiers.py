@@ -8,7 +8,7 @@ properties (`examples`) once more, with more examples.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,9 +23,10 @@ def sweep_over(architectures: Sequence[str], quick: Sequence[str] = STRUCTURES) 
     return [name if name in quick else pytest.param(name, marks=pytest.mark.sweep) for name in architectures]
 
 
-def first_quick(values: Iterable[Any], num_quick: int = 1) -> list[Any]:
+def first_quick(values: Sequence[Any], num_quick: int = 1) -> list[Any]:
     """Parameters for a test of several variants of one claim: all but the first ones are sweeps."""
-    return [value if n < num_quick else pytest.param(value, marks=pytest.mark.sweep) for n, value in enumerate(values)]
+    marked = [value if isinstance(value, tuple) else (value,) for value in values[num_quick:]]
+    return [*values[:num_quick], *(pytest.param(*value, marks=pytest.mark.sweep) for value in marked)]
 
 
 def examples(number: int) -> settings:

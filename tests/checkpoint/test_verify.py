@@ -179,7 +179,7 @@ def test_a_path_to_a_damaged_one(start: Path, managed: Path, tmp_path: Path, kin
         _trainer(start, run, FlexTrainer, flex=FLEX).train(resume_from_checkpoint=kind(run / "checkpoint-2"))
 
 
-@pytest.mark.parametrize("way", first_quick(WAYS, 2))
+@pytest.mark.parametrize("way", first_quick([*WAYS], 2))
 def test_hints_never_stop_a_resume(start: Path, managed: Path, tmp_path: Path, way: str) -> None:
     run = _copy(managed, tmp_path)
     WAYS[way](run / "checkpoint-2" / "flex_planner_0.json")

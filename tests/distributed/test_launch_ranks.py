@@ -121,7 +121,7 @@ def test_a_script_of_ones_own(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "changes", "told"),
     [
-        ("kill", (), "Signal 9 (SIGKILL)"),
+        pytest.param("kill", (), "Signal 9 (SIGKILL)", marks=pytest.mark.sweep),  # quick: tests/launch
         pytest.param(
             "allocate",
             ("flex.enforce_limit=true",),

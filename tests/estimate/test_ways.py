@@ -45,8 +45,8 @@ def shipped(name: str, directory: Path, *overrides: str) -> Recipe:
     ("name", "overrides", "batch_sizes"),
     [
         ("qwen3_30b_a3b_8gpu", (), (4,)),
-        ("qwen3_30b_a3b_8gpu", ("parallel.ep=1",), (4,)),
-        ("qwen3_30b_a3b_8gpu", ("parallel.dispatch=all_to_all",), (4,)),
+        pytest.param("qwen3_30b_a3b_8gpu", ("parallel.ep=1",), (4,), marks=pytest.mark.sweep),
+        pytest.param("qwen3_30b_a3b_8gpu", ("parallel.dispatch=all_to_all",), (4,), marks=pytest.mark.sweep),
         ("demo", ("flex.memory_limit=0.9",), (512,)),
     ],
 )

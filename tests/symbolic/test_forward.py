@@ -64,7 +64,10 @@ LOW_PRECISION_FAMILIES = ("deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "qw
             pytest.param(family, torch.float32, True, marks=[] if family in STRUCTURES else pytest.mark.sweep)
             for family in FAMILIES
         ),
-        *((family, torch.bfloat16, False) for family in LOW_PRECISION_FAMILIES),
+        *(
+            pytest.param(family, torch.bfloat16, False, marks=[] if family in STRUCTURES else pytest.mark.sweep)
+            for family in LOW_PRECISION_FAMILIES
+        ),
     ],
 )
 def test_every_family_is_traced_as_it_runs(family: str, dtype: torch.dtype, has_padding: bool) -> None:
