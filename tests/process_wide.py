@@ -35,7 +35,7 @@ def _offload(service: OffloadService) -> Roofline:
 def share_measured_rates() -> None:
     """What mitigations cost is measured by the first runtime of a process, not by each: a third of a short test."""
     offloading.recompute_overhead_seconds = _overhead
-    OffloadService._measure_offload = _offload
+    OffloadService._measure_offload = _offload  # type: ignore[method-assign]
 
 
 def share() -> None:
