@@ -51,7 +51,7 @@ from flex_trainer.memory.meter import MemoryMeter, meter_for
 from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.provision.after_router import AfterRouter
-from flex_trainer.provision.device_books import DeviceBooks
+from flex_trainer.provision.device_books import DeviceBooks, MemoryLimitError
 from flex_trainer.provision.flight import Flight
 from flex_trainer.provision.managed_model import ManagedModel
 from flex_trainer.provision.micro_batch import MicroBatch
@@ -362,16 +362,28 @@ class FlexRuntime(RunView):
         started = time.perf_counter()
         traced_seconds = part.prepare(shape, args, kwargs) if is_whole else 0.0
         looked_up_seconds = max(time.perf_counter() - started - traced_seconds, 0.0)
+        try:
+            micro_batch = self._planned(part, shape, is_whole=is_whole)
+        except MemoryLimitError:
+            more_seconds = part.prepare(shape, args, kwargs, is_refused=True) if is_whole else 0.0
+            if not more_seconds:
+                raise
+            traced_seconds += more_seconds
+            micro_batch = self._planned(part, shape, is_whole=is_whole)
+        micro_batch.traced_seconds = traced_seconds
+        micro_batch.plan_seconds += looked_up_seconds
+        self._engine_place.at = Place("forward", OUTSIDE)
+        micro_batch.begin_forward()
+        return micro_batch
+
+    def _planned(self, part: ModelPart, shape: BatchShape, *, is_whole: bool) -> MicroBatch:
+        """The micro-batch, in the books and at work."""
         with self._flight.beginning(part) as activity:
             micro_batch = self._begin(part, shape, self._next_number(part))
             micro_batch.activity = activity
-            micro_batch.traced_seconds = traced_seconds
             if is_whole and micro_batch.scope is not None:  # by another door, not all of the forward may run
                 micro_batch.scope.known = part.watching.known(micro_batch)
-            micro_batch.plan_seconds += looked_up_seconds
             self._flight.add(micro_batch)
-        self._engine_place.at = Place("forward", OUTSIDE)
-        micro_batch.begin_forward()
         return micro_batch
 
     def _next_number(self, part: ModelPart) -> int:

@@ -31,6 +31,7 @@ from flex_trainer.symbolic.leftovers import Leftovers
 _LOG = logging.getLogger(__name__)
 _PROBE_SIZE = 512
 _LAUNCH_SECONDS = 5e-6
+_MAX_TRACED = 256
 
 
 class Forecast:
@@ -58,12 +59,25 @@ class Forecast:
         self._setting = trace
         self._loss = loss or LossMemory()
         self.has_traced = False
+        self._traced: set[BatchShape] = set()
         self._speed: tuple[float, float] | None = None
         self.refusal: str | None = None
         """Why the model is not traced, once that was seen."""
 
-    def teach(self, profile: Profile, shape: BatchShape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    def teach(
+        self,
+        profile: Profile,
+        shape: BatchShape,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        is_refused: bool = False,
+    ) -> float:
         """Trace a micro-batch that the profile does not know, or that is much longer than all it knows.
+
+        Args:
+            is_refused: also one that was not traced itself: what is known of its transients is a bound only, if it is
+                smaller than all that were traced.
 
         Returns:
             Seconds spent; 0 where the profile knows enough.
@@ -72,11 +86,12 @@ class Forecast:
             TraceLeftBehindError: the forward has put tensors of the trace somewhere outside of the model where they
                 cannot be taken out again.
         """
+        is_known = profile.knows(shape) and not profile.is_longer_than_any(shape)
         if (
             not self._setting
             or self.refusal is not None
             or not shape.is_told
-            or (profile.knows(shape) and not profile.is_longer_than_any(shape))
+            or (is_known and not (is_refused and shape not in self._traced))
         ):
             return 0.0
         started = time.perf_counter()
@@ -91,6 +106,9 @@ class Forecast:
         forward = self._trace(args, kwargs, shape.has_padding)
         if forward is not None:
             self.has_traced = True
+            if len(self._traced) >= _MAX_TRACED:
+                self._traced.clear()
+            self._traced.add(shape)
             profile.observe(shape, forward.trace, forward.routed_pairs)
             self._loss.trace(shape, forward.inside_bytes, forward.after_bytes)
         return time.perf_counter() - started

@@ -105,9 +105,15 @@ class ModelPart:
 
     # The life of a micro-batch
 
-    def prepare(self, shape: BatchShape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-        """Learn the sizes of a micro-batch that is not known yet, before it runs. Returns the seconds it took."""
-        seconds = self.forecast.teach(self.profile, shape, args, kwargs)
+    def prepare(
+        self, shape: BatchShape, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_refused: bool = False
+    ) -> float:
+        """Learn the sizes of a micro-batch that is not known yet, before it runs. Returns the seconds it took.
+
+        Args:
+            is_refused: it was refused by what is known: look at it itself, unless that was done.
+        """
+        seconds = self.forecast.teach(self.profile, shape, args, kwargs, is_refused=is_refused)
         if self.forecast.has_traced:
             self._books.correction.trust_trace()
         return seconds

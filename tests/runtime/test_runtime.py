@@ -18,7 +18,6 @@ from flex_trainer.config import FlexConfig
 from flex_trainer.memory.enforce import enforce_process_limit, return_freed_memory
 from flex_trainer.memory.process import process_memory, reset_peak_rss
 from flex_trainer.models.routing import Routing
-from flex_trainer.provision.loads import Loads
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.testing.processes import run_in_subprocess
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
@@ -394,7 +393,7 @@ def test_all_that_the_planner_does_is_counted(monkeypatch: pytest.MonkeyPatch, m
     slow = [
         (part.profile, "knows", 0.02), (part.profile, "observe", 0.04), (part.managed.gradients, "now", 0.03),
         (part.plans, "plan", 0.01), (runtime.books.correction, "observe", 0.03), (part.profile, "planned_pairs", 0.01),
-        (Loads, "needs_replan", 0.01),
+        (part, "_is_as_planned", 0.01),
     ]  # fmt: skip
     num_calls: dict[str, int] = {}
     slept: list[float] = []
@@ -409,7 +408,7 @@ def test_all_that_the_planner_does_is_counted(monkeypatch: pytest.MonkeyPatch, m
 
         monkeypatch.setattr(owner, name, slowed)
     assert_equal(step(runtime, model, 1), plain_gradients(1))
-    assert sum(slept) >= 0.15 and num_calls["observe"] == 2 and num_calls["needs_replan"] == 3
+    assert sum(slept) >= 0.15 and num_calls["observe"] == 2 and num_calls["_is_as_planned"] == 3
     assert runtime.records[-1].plan_ms >= 1e3 * sum(slept)
     assert num_calls["knows"] <= 2  # by the forecast, and for the plan; not for each of the routers
 
