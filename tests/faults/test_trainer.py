@@ -42,7 +42,7 @@ def everything_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     from flex_trainer.activations.scope import Scope
 
     monkeypatch.setattr(Profile, "knows", lambda self, shape: False)
-    monkeypatch.setattr(Forecast, "teach", lambda self, *_: 0.0)
+    monkeypatch.setattr(Forecast, "teach", lambda self, *_, **__: 0.0)
     defaults: dict[str, Any] = Scope.__init__.__kwdefaults__ or {}
     assert defaults["min_mitigated_bytes"] == LEAST_MOVED_BYTES
     monkeypatch.setitem(defaults, "min_mitigated_bytes", 1)

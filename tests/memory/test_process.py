@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import resource
 import sys
@@ -21,6 +22,7 @@ from flex_trainer.memory.process import process_memory, reset_peak_rss
 from flex_trainer.testing.processes import run_in_subprocess
 
 MIB = 2**20
+_PR_SET_THP_DISABLE = 41
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux caps all data memory")
 
 
@@ -82,6 +84,7 @@ def child_holds_for_a_while() -> dict[str, Any]:
             del x, y
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
+    ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a fault of a huge page stands for 512
     found: dict[str, Any] = {}
     first, second = hold_memory_returned(), hold_memory_returned()
     found["held"] = num_faults()
