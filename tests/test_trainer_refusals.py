@@ -105,8 +105,8 @@ def test_the_search_for_a_batch_size_goes_on_where_memory_runs_out(tmp_path: Pat
     flex, options = FlexConfig(BASE_BYTES + 4_000_000, strategies=("recompute",)), {"data_collator": collate}
     sizes: dict[str, Any] = {"max_steps": 2, "seed": 0}
     found = make(
-        tmp_path, flex, options=options, auto_find_batch_size=True, per_device_train_batch_size=20, **sizes
-    )  # 20 x 64 tokens never fit
+        tmp_path, flex, options=options, auto_find_batch_size=True, per_device_train_batch_size=12, **sizes
+    )  # 12 x 64 tokens never fit
     found_losses = losses(found)
     size = found.state.train_batch_size
     assert size is not None and size == 9

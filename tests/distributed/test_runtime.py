@@ -8,6 +8,7 @@ import pytest
 
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed.models import saved_model
+from tests.tiers import first_quick
 
 pytestmark = pytest.mark.ranks
 
@@ -70,6 +71,7 @@ def test_what_may_come_is_no_reason_to_refuse(two_ranks: RankPool, directory: Pa
     assert other == [0, 0, 0]
 
 
+@pytest.mark.sweep
 def test_sizes_are_learnt_once_in_half_precision(two_ranks: RankPool, directory: Path) -> None:
     path = saved_model(directory, "qwen3_moe")  # whose routing weights are in half precision too
     for versions in two_ranks.run(f"{JOBS}:news", path=str(path), num_steps=8, fsdp=2, ep=2):
@@ -97,7 +99,7 @@ def test_plans_count_on_agreement_once_all_ranks_would_have_agreed(two_ranks: Ra
         assert by_rank == [expected, expected]
 
 
-@pytest.mark.parametrize("in_one_backward", [True, False])
+@pytest.mark.parametrize("in_one_backward", first_quick([True, False]))
 def test_two_forwards_before_a_backward(two_ranks: RankPool, path: Path, in_one_backward: bool) -> None:
     """FSDP2 gives up all weights after the first of two backwards; the other's logits are computed again after that."""
     errors = two_ranks.run(f"{JOBS}:two_forwards", path=str(path), in_one_backward=in_one_backward, fsdp=2, ep=2)
