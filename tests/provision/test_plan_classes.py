@@ -34,10 +34,11 @@ def test_layers_of_a_kind_are_one_class(family: str) -> None:
         if segment.layer >= 0
     }
     assert len(segments.classes) <= len(kinds) + 2
+    class_of = dict(zip(segments.positions.layers, segments.class_of, strict=True))
     highest: dict[int, int] = {}
     for call in traced.trace.calls:
         if call.site.kind == "layer" and call.site.layer >= 0 and call.work is not None:
-            number = segments.class_of[call.site.layer]
+            number = class_of[call.site.layer]
             highest[number] = max(highest.get(number, 0), call.work.forward_transient_bytes)
     for number, num_bytes in highest.items():  # the most that any layer of the class has alive
         [layer] = [op for op in segments.classes[number].operators if op.site.kind == "layer"]
