@@ -28,17 +28,11 @@ class Finalised:
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_stop_that_arrives_while_an_object_is_finalised(number: int, error: type[BaseException]) -> None:
     earlier = signal.getsignal(signal.SIGTERM), sys.unraisablehook
-    interrupt = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in what a shell runs in the background
-    try:
-        with pytest.raises(error) as raised, terminated_as_exception():
-            one: Any = Finalised(number)
-            del one
-            for _ in range(500):
-                time.sleep(0.01)
-    finally:
-        signal.signal(signal.SIGINT, interrupt)
+    with pytest.raises(error) as raised, terminated_as_exception():
+        one: Any = Finalised(number)
+        del one
+        for _ in range(500):
+            time.sleep(0.01)
     assert raised.type is error
     assert (signal.getsignal(signal.SIGTERM), sys.unraisablehook) == earlier
 
