@@ -33,6 +33,7 @@ def test_finetune(tmp_path: Path) -> None:
     assert "FlexTrainer report" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.sweep
 def test_accelerate_loop(tmp_path: Path) -> None:
     result = run_example("accelerate_loop.py", tmp_path, "--memory-limit", "4GiB")
     assert result.returncode == 0, result.stderr

@@ -53,6 +53,7 @@ def test_a_step_that_is_rolled_back_leaves_no_trace_in_the_sums() -> None:
     assert records.totals() == before and records.num_total == 8
 
 
+@pytest.mark.sweep
 def test_memory_is_flat_over_many_micro_batches() -> None:
     records = RunRecords(max_records=64)
 

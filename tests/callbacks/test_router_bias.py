@@ -86,6 +86,7 @@ def test_a_run_goes_on_with_its_biases(tmp_path: Path, plain: list[torch.Tensor]
     assert equal(biases(resumed.model), plain)
 
 
+@pytest.mark.sweep
 def test_a_run_of_half_precision_goes_on_in_float32(tmp_path: Path) -> None:
     def run(**more: Any) -> Any:
         model = tiny_model("minimax_m2", dtype=torch.bfloat16).bfloat16()

@@ -11,11 +11,16 @@ from flex_trainer.testing.ranks import RankPool
 from tests.distributed import checkpoint_jobs
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """More time for each: the first one pays for the start of the ranks."""
+    """More time for each: the first one pays for the start of the ranks. What takes four ranks is a sweep: it needs
+    ranks of its own, on the cores of two."""
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
+        if Path(__file__).parent in item.path.parents:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(300))
+            if "four_ranks" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.sweep)
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,7 @@ def test_the_model_is_as_before() -> None:
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
+@pytest.mark.sweep
 def test_stages_share_the_layers_of_the_whole() -> None:
     skeleton = Skeleton(tiny_model("deepseek_v3", num_hidden_layers=6))
     whole = graph_of(skeleton).graph.segments

@@ -74,6 +74,7 @@ def test_tensors_of_a_trace_are_taken_out_of_where_a_forward_put_them(
         assert "1 of shapes (2, 24, " in messages[0] and "were taken out again. Set trace=false" in messages[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("all_collected")
 def test_tensors_of_a_trace_in_other_containers_are_taken_out() -> None:
     places: list[Any] = [deque(), {}, {0: None}, set()]

@@ -77,6 +77,7 @@ def test_family_trains_with_experts_that_get_gradients(architecture: str, paddin
     assert len(trained) == 0 if architecture in DENSE else len(trained) in (2, 3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_every_other_moe_architecture_trains(architecture: str) -> None:
     model = assert_trains(architecture, padding=True)
