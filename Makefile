@@ -16,7 +16,7 @@ BENCH ?= step
 # One thread per test process: with several processes on few cores more threads only get in each other's way.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 
-.PHONY: demo test test-sweeps pytest lint format bench doctor clean help
+.PHONY: demo test test-sweeps pytest lint style imports types format bench doctor clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -35,11 +35,18 @@ test-sweeps: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -m "sweep and ranks"
 
 lint: $(INSTALLED)
+	@$(MAKE) --no-print-directory -j2 style imports types
+
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/codespell
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports
+
+types: $(INSTALLED)
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
