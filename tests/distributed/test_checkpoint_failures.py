@@ -9,7 +9,6 @@ import pytest
 from flex_trainer.testing.ranks import RankError, RankPool
 from tests.distributed import checkpoint_jobs as jobs
 from tests.distributed.checkpoint_jobs import EP2, JOBS
-from tests.tiers import first_quick
 
 pytestmark = pytest.mark.ranks
 
@@ -22,9 +21,8 @@ def whole(two_ranks: RankPool, start: Path, tmp_path_factory: pytest.TempPathFac
     return two_ranks.run(JOBS + "train", start=start, output=output, sizes=EP2, settings={"save_strategy": "no"})[0]
 
 
-@pytest.mark.parametrize(
-    ("failing_rank", "what"), first_quick([(1, "parameters and optimizer state"), (0, "the model")])
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("failing_rank", "what"), [(1, "parameters and optimizer state"), (0, "the model")])
 def test_a_rank_that_cannot_write(
     two_ranks: RankPool, start: Path, whole: jobs.Run, tmp_path: Path, failing_rank: int, what: str
 ) -> None:

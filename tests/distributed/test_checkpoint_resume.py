@@ -95,7 +95,8 @@ def test_four_ranks_go_on_as_if_they_had_not_stopped(
     _assert_experts_on_their_ranks(resumed, whole[0].parameters, owners)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
 def test_other_families(two_ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     """Experts stored as one tensor, with biases; tied embeddings."""
     jobs.save_tiny(tmp_path / "start", architecture, tie_word_embeddings=True)
