@@ -31,6 +31,7 @@ from flex_trainer.compat import (
     top_pack_hook,
     when_backward_ends,
 )
+from flex_trainer.testing.processes import run_in_subprocess
 
 
 class Asking(torch.autograd.Function):
@@ -162,5 +163,12 @@ def test_a_unit_tells_its_own_parameters_and_its_policy(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_settings_of_the_allocator_are_text() -> None:
-    assert isinstance(allocator_settings(), str)
+def child_reads_settings() -> str:
+    return allocator_settings()
+
+
+def test_settings_of_the_allocator_are_what_the_environment_says() -> None:
+    result = run_in_subprocess(
+        f"{__name__}:child_reads_settings", env={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    )
+    assert result.exit_code == 0 and result.value == "expandable_segments:True", result.stderr
