@@ -117,11 +117,11 @@ class Instrumentation:
                 continue
             guarded = _GuardedSite(operator, model_map.repeatable)
             guarded_sites.append(guarded)
+            parts = set(operator.module.modules())
+            inside = {module: sites for module, sites in expert_sites.items() if module in parts}
             if operator.site.kind == "experts":
-                self._replace_forward(operator.module, self._experts_forward(operator, guarded, listener))
+                self._replace_forward(operator.module, self._experts_forward(operator, guarded, inside, listener))
             else:
-                parts = set(operator.module.modules())
-                inside = {module: sites for module, sites in expert_sites.items() if module in parts}
                 self._replace_forward(operator.module, _module_forward(operator, guarded, inside, self._outside))
         attention_sites = {
             operator.module: Site(f"{operator.site.name}.core", "attention_core", operator.site.layer)
@@ -139,10 +139,14 @@ class Instrumentation:
         self._undo.append(replace_attribute(module, "forward", functools.wraps(original)(make(original))))
 
     def _experts_forward(
-        self, operator: Operator, guarded: _GuardedSite, listener: RoutingListener
+        self,
+        operator: Operator,
+        guarded: _GuardedSite,
+        sites: dict[nn.Module, dict[str, Site]],
+        listener: RoutingListener,
     ) -> Callable[..., Callable[..., Any]]:
         site, module = operator.site, operator.module
-        sites, outside = {module: part_sites(site)}, self._outside
+        outside = self._outside
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def run(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
