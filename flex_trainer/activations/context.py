@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.backends import cuda as kernels
 
+from flex_trainer.activations.aside import changing
 from flex_trainer.activations.host_random import HostRandom
 
 if TYPE_CHECKING:
@@ -80,27 +81,53 @@ class ExecutionState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run under this state; the global random streams go on afterwards as if nothing had happened."""
-        now = ExecutionState(self._device)
-        try:
-            self._put_back_streams(now)
-            _allow_attention_kernels(self._attention_kernels)
-            if now._autocast == self._autocast:
-                yield
-            else:
-                with _Autocasts(self._autocast):
+        change = _Restored(self, ExecutionState(self._device))
+        with changing(change):
+            try:
+                change.begin()
+                if change.found._autocast == self._autocast:
                     yield
-        finally:
-            now._put_back_streams(None)
-            _allow_attention_kernels(now._attention_kernels)
+                else:
+                    with _Autocasts(self._autocast):
+                        yield
+            finally:
+                change.end()
 
-    def _put_back_streams(self, now: ExecutionState | None) -> None:
-        """Have the streams go on from here. `now`: as they are, where that is known."""
+    def _put_back(self, now: ExecutionState | None = None) -> None:
+        """Have the process go on from here, but for autocast, which belongs to the thread. `now`: its state, where that
+        is known."""
         if now is None or now._host_rng is not self._host_rng:
             self._host_rng.put_back()
         if (_cpu_rng() if now is None else now._rng) is not self._rng:
             torch.set_rng_state(self._rng)
         if self._device_rng is not None:
             torch.cuda.set_rng_state(self._device_rng, self._device)
+        _allow_attention_kernels(self._attention_kernels)
+
+
+class _Restored:
+    """The process under the state of a first run."""
+
+    __slots__ = ("_wanted", "found")
+
+    def __init__(self, wanted: ExecutionState, found: ExecutionState) -> None:
+        self._wanted = wanted
+        self.found = found
+        """What the process gets back."""
+
+    def begin(self) -> None:
+        self._wanted._put_back(self.found)
+
+    def end(self) -> None:
+        self.found._put_back()
+
+    def put_aside(self) -> None:
+        self._wanted = ExecutionState(self.found._device)
+        self.found._put_back(self._wanted)
+
+    def take_up(self) -> None:
+        self.found = ExecutionState(self.found._device)
+        self._wanted._put_back(self.found)
 
 
 def _cpu_rng() -> torch.Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from flex_trainer.activations.aside import changing
 from flex_trainer.activations.guarded_parameters import Guard, parameters_changed
 from flex_trainer.activations.identity import local_part
 from flex_trainer.activations.model_tensors import modules_of
@@ -65,11 +66,13 @@ class FirstParameters:
             wanted = [one.is_trained for one in self._first]
         else:
             guards, wanted = self._guards(name), self._trained_in_first_run(found)
+        is_changed = bool(guards) or wanted != trained
         try:
             for guard in guards:
                 guard.install()
             _set_trained(found, wanted)
-            yield
+            with changing(None) if is_changed else nullcontext():
+                yield
         finally:
             for guard in guards:
                 guard.remove()

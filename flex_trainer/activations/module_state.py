@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flex_trainer.activations.aside import changing
 from flex_trainer.activations.first_parameters import FirstParameters
 from flex_trainer.module_values import CONTAINERS, MAX_ITEMS, NOT_STATE, SMALL_BYTES
 
@@ -51,7 +52,7 @@ class ModuleState:
         """
         now = [_Bindings(part.module) for part in self._parts]
         try:
-            with self._parameters.restored(name):
+            with changing(None), self._parameters.restored(name):  # buffers, generators: nobody else runs meanwhile
                 for part in self._parts:
                     part.bind(name)
                 yield

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flex_trainer.activations.aside import changing
 from flex_trainer.activations.first_parameters import FirstParameters
 from flex_trainer.activations.module_state import SCALARS, ModuleState
 from flex_trainer.module_values import CONTAINERS, NOT_STATE
@@ -61,33 +62,82 @@ class QuickState:
         Raises:
             RuntimeError: a parameter that the run reads was exchanged or written to since.
         """
-        now = [
-            None if _is_same(vars(part), first) else dict(vars(part))
-            for part, first in zip(self._parts, self._attributes, strict=True)
-        ]
-        # The first run found no buffers; some made since (a cache, say) are put aside.
-        buffers = [
-            (part, dict(part._buffers), set(part._non_persistent_buffers_set)) for part in self._parts if part._buffers
-        ]
-        try:
-            for part, *_ in buffers:
-                part._buffers.clear()
-            for part, first, found in zip(self._parts, self._attributes, now, strict=True):
-                if found is not None:
-                    _bind(part, _for_recompute(first, found))
-            with self._parameters.restored(name):
-                yield
-        finally:
-            for part, first, found in zip(self._parts, self._attributes, now, strict=True):
-                wanted = first if found is None else found
-                if part._buffers:
-                    part._non_persistent_buffers_set.difference_update(part._buffers)
-                    part._buffers.clear()
-                if not _is_same(vars(part), wanted):
-                    _bind(part, wanted)
-            for part, of_part, unsaved in buffers:
-                part._buffers.update(of_part)
-                part._non_persistent_buffers_set.update(unsaved)
+        change = _Restored(self._parts, self._attributes)
+        with changing(change):
+            try:
+                change.begin()
+                with self._parameters.restored(name):
+                    yield
+            finally:
+                change.end()
+
+
+class _Restored:
+    """Modules with the attributes of a first run."""
+
+    __slots__ = ("_first", "_found", "_own", "_parts")
+
+    def __init__(self, parts: list[nn.Module], first: list[dict[str, Any]]) -> None:
+        self._parts = parts
+        self._first = first
+        self._found: list[_Bindings] = []
+        self._own: list[tuple[dict[str, Any], tuple[dict[str, Any], set[str]]]] = []
+
+    def begin(self) -> None:
+        self._found = [_Bindings(part, first) for part, first in zip(self._parts, self._first, strict=True)]
+        for part, first, found in zip(self._parts, self._first, self._found, strict=True):
+            # The first run found no buffers; some made since (a cache, say) are put aside.
+            found.take_buffers(part)
+            if found.attributes is not None:
+                _bind(part, _for_recompute(first, found.attributes))
+
+    def end(self) -> None:
+        for part, first, found in zip(self._parts, self._first, self._found, strict=True):
+            found.give_back(part, first)
+
+    def put_aside(self) -> None:
+        """What the recomputation has bound so far, at the wait where another thread comes in, is kept in its turn."""
+        own = [dict(vars(part)) for part in self._parts]
+        buffers = [(dict(part._buffers), set(part._non_persistent_buffers_set)) for part in self._parts]
+        self.end()
+        self._own = list(zip(own, buffers, strict=True))
+
+    def take_up(self) -> None:
+        self._found = [_Bindings(part, first) for part, first in zip(self._parts, self._first, strict=True)]
+        for part, found, (own, (buffers, unsaved)) in zip(self._parts, self._found, self._own, strict=True):
+            found.take_buffers(part)
+            if not _is_same(vars(part), own):
+                found.attributes = dict(vars(part)) if found.attributes is None else found.attributes
+                _bind(part, own)
+            part._buffers.update(buffers)
+            part._non_persistent_buffers_set.update(unsaved)
+
+
+class _Bindings:
+    """What one module's names are bound to when a recomputation begins."""
+
+    __slots__ = ("_buffers", "_unsaved", "attributes")
+
+    def __init__(self, part: nn.Module, first: dict[str, Any]) -> None:
+        self.attributes = None if _is_same(vars(part), first) else dict(vars(part))
+        """None: as in the first run."""
+        self._buffers = dict(part._buffers)
+        self._unsaved = set(part._non_persistent_buffers_set)
+
+    def take_buffers(self, part: nn.Module) -> None:
+        if self._buffers:
+            part._buffers.clear()
+
+    def give_back(self, part: nn.Module, first: dict[str, Any]) -> None:
+        wanted = first if self.attributes is None else self.attributes
+        if part._buffers:
+            part._non_persistent_buffers_set.difference_update(part._buffers)
+            part._buffers.clear()
+        if not _is_same(vars(part), wanted):
+            _bind(part, wanted)
+        if self._buffers:
+            part._buffers.update(self._buffers)
+            part._non_persistent_buffers_set.update(self._unsaved)
 
 
 def _is_same(now: dict[str, Any], first: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from flex_trainer.experts.handover import WaitHere, Waiting, Work
+from flex_trainer.experts.handover import Exchange, WaitHere, Waiting, Work
 from flex_trainer.experts.layout import Layout
 
 
@@ -52,7 +52,8 @@ class AllToAll:
 
     def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(header)
-        self.waiting.wait([_started(dist.all_to_all_single(received, header, group=self._group, async_op=True))])
+        work = _started(dist.all_to_all_single(received, header, group=self._group, async_op=True))
+        self.waiting.wait([work], Exchange.COUNTS)
         return received
 
     def dispatch(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -64,7 +65,7 @@ class AllToAll:
         works = [self._start(b[:num_others], r, received, sent) for b, r in zip(buffers, rows, strict=True)]
         for buffer, tensor in zip(buffers, tensors, strict=True):
             torch.index_select(tensor, 0, own, out=buffer[num_others:])
-        self.waiting.wait(works)
+        self.waiting.wait(works, Exchange.DISPATCH)
         return buffers
 
     def combine(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -80,7 +81,7 @@ class AllToAll:
             buffer[num_others:].copy_(tensor[sum(received) :])
         turns = self._places(layout).split(layout.turn_sizes)
         tokens = layout.sent_tokens.index_select(0, layout.turns).split(layout.turn_sizes)
-        self.waiting.wait(works)
+        self.waiting.wait(works, Exchange.COMBINE)
         return [_sum(layout.num_tokens, buffer, turns, tokens) for buffer in buffers]
 
     def _places(self, layout: Layout) -> torch.Tensor:
