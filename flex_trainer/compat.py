@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+# What FSDP2 does with a unit now. Private in torch 2.13; goes as `fsdp_pass_state` does.
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
@@ -47,7 +50,9 @@ __all__ = [
     "as_if_real",
     "convert_into",
     "current_backward",
+    "FsdpPassState",
     "fsdp_groups",
+    "fsdp_pass_state",
     "fsdp_policy",
     "grouped_linear",
     "hooks_of_all_modules",
@@ -183,6 +188,92 @@ def place_of_fsdp_parameter(parameter: Any) -> tuple[nn.Module, str]:
     """The module of one of a group's `fsdp_params`, and its name there. Private in torch 2.13; goes as `fsdp_groups`
     does."""
     return parameter._module_info.module, parameter._module_info.param_name
+
+
+def fsdp_pass_state(model: nn.Module) -> FsdpPassState:
+    """What FSDP2 keeps of the forward or backward that is under way in a model, to be exchanged for that of another.
+
+    Private in torch 2.13; goes when two micro-batches may run at a time.
+    """
+    return FsdpPassState([module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)])
+
+
+class FsdpPassState:
+    """See `fsdp_pass_state`.
+
+    Args:
+        states: FSDP2's states of all units.
+    """
+
+    def __init__(self, states: list[Any]) -> None:
+        self._states = states
+        self.groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]
+        """FSDP2's groups of parameters, each with `unshard`, `wait_for_unshard` and `reshard`."""
+
+    def taken(self, *, is_last_backward: bool | None = None) -> Any:
+        """The state as it is.
+
+        Args:
+            is_last_backward: where given, what is to be in its place: whether its backward ends the step.
+        """
+        context, communication = self._states[0]._state_ctx, self._states[0]._comm_ctx
+        is_last = context.is_last_backward if is_last_backward is None else is_last_backward
+        return (
+            [state._training_state for state in self._states],
+            [set(state._modules_to_run_forward) for state in self._states],
+            [(g._training_state, g._post_forward_indices, g.reduce_grads, g.all_reduce_grads) for g in self.groups],
+            (context.iter_forward_root, context.post_backward_final_callback_queued, is_last),
+            communication.post_forward_order,
+        )
+
+    def put(self, taken: Any) -> None:
+        """Make it that of `taken`."""
+        states, to_run, groups, of_pass, order = taken
+        context, communication = self._states[0]._state_ctx, self._states[0]._comm_ctx
+        for state, training_state, modules in zip(self._states, states, to_run, strict=True):
+            state._training_state = training_state
+            state._modules_to_run_forward.clear()
+            state._modules_to_run_forward.update(modules)
+        for group, values in zip(self.groups, groups, strict=True):
+            group._training_state, group._post_forward_indices, group.reduce_grads, group.all_reduce_grads = values
+        context.iter_forward_root, context.post_backward_final_callback_queued, context.is_last_backward = of_pass
+        communication.post_forward_order = order
+
+    def begin(self) -> None:
+        """A pass of its own begins: no unit is in it, and none of its forward order is known."""
+        for state in self._states:
+            state._training_state = TrainingState.IDLE
+            state._modules_to_run_forward.clear()
+        for group in self.groups:
+            group._training_state, group._post_forward_indices = TrainingState.IDLE, []
+        context = self._states[0]._state_ctx
+        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+        self._states[0]._comm_ctx.post_forward_order = []
+
+    def gradient_flags(self) -> list[tuple[bool, bool]]:
+        """Whether each group's backward reduces gradients over shards, and over replicas."""
+        return [(group.reduce_grads, group.all_reduce_grads) for group in self.groups]
+
+    def set_gradient_flags(self, flags: list[tuple[bool, bool]]) -> None:
+        for group, (is_reduced, is_all_reduced) in zip(self.groups, flags, strict=True):
+            group.reduce_grads, group.all_reduce_grads = is_reduced, is_all_reduced
+
+    def is_inside(self, taken: Any, number: int) -> bool:
+        """Whether the pass of `taken` is inside of group `number`."""
+        return taken[2][number][0] in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+
+    def gather_under_way(self, group: Any) -> list[Any] | None:
+        """The works to wait for on the host before the gathered weights of a group are there; None where none is under
+        way."""
+        result = group._all_gather_result
+        if result is None:
+            return None
+        return [] if result.all_gather_work is None else [result.all_gather_work]
+
+    def gather_in_background(self, is_wanted: bool) -> None:
+        """Whether gathers return at once on a device without streams (a CPU)."""
+        for group in self.groups:
+            group.unshard_async_op = is_wanted
 
 
 def allocator_settings() -> str:

@@ -80,6 +80,11 @@ class FlexConfig:
     loaded evenly without an auxiliary loss (DeepSeek-V3 used 0.001). 0: biases stay as they are. For models that
     have such a bias: DeepSeek-V3, GLM-4.5 and others."""
 
+    fuse: str | bool = "auto"
+    """Whether the forward of a micro-batch runs together with the backward of the one before it, so that the exchanges
+    between ranks of each hide behind the other (experts on several ranks, gradient accumulation of 2 or more). "auto":
+    where it was found to pay."""
+
     def __post_init__(self) -> None:
         # Step 1: plain YAML and the command line give lists and strings; inside, a tuple is what the type says.
         if not isinstance(self.strategies, (str, list, tuple)) or any(not isinstance(s, str) for s in self.strategies):
@@ -96,6 +101,8 @@ class FlexConfig:
         _check_choice("quantize_dtype", self.quantize_dtype, QUANTIZE_DTYPES)
         if not isinstance(self.trace, bool) and self.trace != "auto":
             raise UserError(f"trace={self.trace!r} must be 'auto', true or false")
+        if not isinstance(self.fuse, bool) and self.fuse != "auto":
+            raise UserError(f"fuse={self.fuse!r} must be 'auto', true or false")
         _check_choice("planner", self.planner, PLANNERS)
         rate = self.router_bias_update_rate
         if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not 0 <= rate < 1:

@@ -31,6 +31,7 @@ is attached to the accelerator after `prepare`.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ from flex_trainer.errors import UserError
 from flex_trainer.models.sharding import reshard
 from flex_trainer.ranks import num_ranks
 from flex_trainer.runtime import FlexRuntime
+from flex_trainer.steps.fused import FusedSteps, may_fuse
 from flex_trainer.steps.transaction import Restorable, Transaction
 from flex_trainer.undo import replace_attribute
 
@@ -69,6 +71,7 @@ class FlexPlugin:
         self.runtime = FlexRuntime(config)
         self._remember = remember
         self._transaction: Transaction | None = None
+        self._fused: FusedSteps | None = None
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -99,6 +102,9 @@ class FlexPlugin:
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
+        if self.runtime.config.fuse and may_fuse(unwrapped):
+            self._fused = FusedSteps(self.runtime, unwrapped)
+            self._undo.append(self._stop_fusing)
         if is_sharded_at_load_time:
             self._wrap_clipping(accelerator)
         self._transaction = Transaction(
@@ -146,12 +152,26 @@ class FlexPlugin:
             if not self.is_attached:  # called by another plugin that was attached later and is there still
                 original(loss, **kwargs)
                 return
-            with self.runtime.backward():
-                original(loss, **kwargs)
+
+            def run() -> None:
+                with self.runtime.backward():
+                    original(loss, **kwargs)
+
+            if self._fused is not None:
+                is_plain = isinstance(loss, torch.Tensor) and not kwargs
+                if is_plain and not accelerator.sync_gradients and self._fused.put_off(loss, run):
+                    return
+                self._fused.settle()
+            run()
             if accelerator.sync_gradients:
                 self.runtime.step += 1
 
         self._undo.append(replace_attribute(accelerator, "backward", backward))
+
+    def _stop_fusing(self) -> None:
+        fused, self._fused = self._fused, None
+        if fused is not None:
+            fused.stop(has_failed=sys.exc_info()[0] is not None)
 
     def _wrap_clipping(self, accelerator: Accelerator) -> None:
         """accelerate clips by torch's function, which raises for experts and other weights on meshes of their own."""

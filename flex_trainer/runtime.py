@@ -7,6 +7,7 @@
                  -> models/instrument.Instrumentation          operators go through the engine from now on
     begin      model.forward -> _forward -> _start
                  -> part.inputs.shape_of -> part.prepare -> provision/forecast.Forecast.teach       sizes
+                 neighbour.beside                              what may run beside this forward (steps/fused.py)
                  -> part.begin -> device_books.measure -> provision/policy.provide -> plan_cache.plan  budget and plan
                  -> activations/scope.Scope                    opened around the forward
     forward    models/instrument.forward -> scope.run          every operator under its strategy
@@ -39,7 +40,7 @@ from torch import nn
 from flex_trainer.activations.clock import clocks_for
 from flex_trainer.activations.context import current_scope
 from flex_trainer.activations.model_tensors import ModelTensors
-from flex_trainer.activations.place import OUTSIDE, Place, Whereabouts
+from flex_trainer.activations.place import OUTSIDE, Latest, Place, Whereabouts
 from flex_trainer.activations.quantize import NonFinite
 from flex_trainer.activations.scope import Scope
 from flex_trainer.compat import current_backward
@@ -55,6 +56,7 @@ from flex_trainer.provision.device_books import DeviceBooks, MemoryLimitError
 from flex_trainer.provision.flight import Flight
 from flex_trainer.provision.managed_model import ManagedModel
 from flex_trainer.provision.micro_batch import MicroBatch
+from flex_trainer.provision.neighbour import Neighbour, Nobody
 from flex_trainer.provision.part import ModelPart, path_of_part
 from flex_trainer.reports.run_view import RunView
 from flex_trainer.strategy import Site
@@ -86,6 +88,8 @@ class FlexRuntime(RunView):
         """The optimizer step of the micro-batches to come; Trainer and plugin keep it up to date."""
         self.can_roll_back = False
         """Whether a transaction is around what runs now."""
+        self.neighbour: Neighbour = Nobody()
+        """Runs beside forwards."""
         self._given_device = device
         self._given_meter: MemoryMeter | None = None
         self._books: DeviceBooks | None = None
@@ -93,9 +97,9 @@ class FlexRuntime(RunView):
         self._detached: dict[str, ModelPart] = {}  # what they have learnt
         self._undo: dict[str, list[Callable[[], None]]] = {}
         self._resumed_profile: Path | None = None
-        self._engine_place = Whereabouts()
+        self._latest = Latest()
         self._non_finite = NonFinite()
-        self._flight = Flight(self._parts, self._engine_place, self._ended)
+        self._flight = Flight(self._parts, self._latest, self._ended)
         self._thread = threading.local()  # .number: what `forward` has said of the forward to come
         self._num_micro_batches = 0
         self._has_warned = False
@@ -310,17 +314,17 @@ class FlexRuntime(RunView):
     @contextmanager
     def _forward(self, part: ModelPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Around the model's own forward."""
-        micro_batch = self._start(part, args, kwargs)
-        assert micro_batch.scope is not None
-        try:
-            with micro_batch.scope.open():
-                yield
-        except BaseException:
-            self._flight.forget([micro_batch])
-            raise
-        finally:
-            self.books.offloading.settle()
-        self._flight.end_forward(micro_batch)
+        with self.neighbour.beside(functools.partial(self._start, part, args, kwargs)) as micro_batch:
+            assert micro_batch.scope is not None
+            try:
+                with micro_batch.scope.open():
+                    yield
+            except BaseException:
+                self._flight.forget([micro_batch])
+                raise
+            finally:
+                self.books.offloading.settle()
+            self._flight.end_forward(micro_batch)
 
     def _entered(
         self, part: ModelPart, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -338,6 +342,7 @@ class FlexRuntime(RunView):
     ) -> Iterator[Scope]:
         micro_batch = self._flight.open_forward(part.name)
         if micro_batch is None or micro_batch.entered is None or site.name in micro_batch.entered:
+            self.neighbour.settle()
             micro_batch = self._start(part, args, kwargs, is_whole=False)
             micro_batch.entered = set()
         assert micro_batch.entered is not None and micro_batch.scope is not None
@@ -356,7 +361,8 @@ class FlexRuntime(RunView):
     ) -> MicroBatch:
         """A forward begins: budget, plan, scope. `is_whole`: these are the arguments of the model's own forward."""
         self._flight.settle()
-        self._engine_place.at = Place("planning", "the model")
+        self._latest.whereabouts = whereabouts = Whereabouts()
+        whereabouts.at = Place("planning", "the model")
         shape = part.inputs.shape_of(args, kwargs)
         # Before it is at work: what a trace needs is no part of the micro-batch's peak.
         started = time.perf_counter()
@@ -372,7 +378,7 @@ class FlexRuntime(RunView):
             micro_batch = self._planned(part, shape, is_whole=is_whole)
         micro_batch.traced_seconds = traced_seconds
         micro_batch.plan_seconds += looked_up_seconds
-        self._engine_place.at = Place("forward", OUTSIDE)
+        whereabouts.at = Place("forward", OUTSIDE)
         micro_batch.begin_forward()
         return micro_batch
 
@@ -395,6 +401,7 @@ class FlexRuntime(RunView):
         books, managed = self.books, part.managed
         micro_batch = part.begin(shape, can_roll_back=self.can_roll_back)
         micro_batch.number, micro_batch.step = number, self.step
+        micro_batch.whereabouts = self._latest.whereabouts
         part.next_number = max(part.next_number, number + 1)
         self._num_micro_batches += 1
         micro_batch.scope = Scope(
@@ -406,7 +413,7 @@ class FlexRuntime(RunView):
             quantize_dtype=getattr(torch, self.config.quantize_dtype),
             on_memory=books.meter.sample,
             clock=clocks_for(books.device)(),
-            whereabouts=self._engine_place,
+            whereabouts=micro_batch.whereabouts,
             residency=managed.units,
             on_backward=functools.partial(self._flight.backward_begins, micro_batch),
             non_finite=self._non_finite,
@@ -456,7 +463,7 @@ class FlexRuntime(RunView):
     @property
     def place(self) -> Place | None:
         """What ran last; when something has failed, what failed."""
-        return self._engine_place.at
+        return self._latest.whereabouts.at
 
     @property
     def margin_bytes(self) -> int:
@@ -467,6 +474,16 @@ class FlexRuntime(RunView):
         """How far the run has come: for `roll_back`."""
         numbers = {name: part.next_number for name, part in self._parts.items()}
         return Mark(self.step, self._num_micro_batches, self.records.num_total, numbers)
+
+    def forget(self, micro_batch: MicroBatch) -> None:
+        """Forget a micro-batch whose forward has not begun: it is to begin later."""
+        self._flight.forget([micro_batch])
+        self._parts[micro_batch.part].next_number = micro_batch.number
+        self._num_micro_batches -= 1
+
+    def now_runs(self, micro_batch: MicroBatch) -> None:
+        """Of two that take turns, this one runs from now on."""
+        self._latest.whereabouts = micro_batch.whereabouts
 
     def roll_back(self, mark: Mark) -> None:
         """Forget every micro-batch since `mark`, and give the memory of what has failed back."""

@@ -44,6 +44,7 @@ class Ledger:
         self.copies: list[CopyTime] = []
         """Copies that have ended and whose time is known."""
         self._recompute_depth = 0
+        self._away_seconds = 0.0
         self.num_unmanaged = 0
         """Saved tensors of kinds the engine does not understand (tensor subclasses): kept, and reported."""
 
@@ -81,7 +82,7 @@ class Ledger:
         """Count the time inside as recomputation. One may need another, which then is part of it."""
         with self._lock:
             self._recompute_depth += 1
-            start, waited_seconds = time.perf_counter(), self.wait_seconds
+            start, waited_seconds = time.perf_counter(), self.wait_seconds + self._away_seconds
         try:
             yield
         finally:
@@ -89,4 +90,10 @@ class Ledger:
                 self._recompute_depth -= 1
                 if self._recompute_depth == 0:
                     seconds = time.perf_counter() - start
-                    self.recompute_seconds += max(seconds - (self.wait_seconds - waited_seconds), 0.0)
+                    others_seconds = self.wait_seconds + self._away_seconds - waited_seconds
+                    self.recompute_seconds += max(seconds - others_seconds, 0.0)
+
+    def leave_out(self, seconds: float) -> None:
+        """Another micro-batch has run for so long, in whatever this one was doing."""
+        with self._lock:
+            self._away_seconds += seconds

@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 
 class Whereabouts:
-    """The engine's latest place, shared by the scopes of one run. A failed forward leaves the innermost operator.
+    """The latest place of one micro-batch. A failed forward leaves the innermost operator.
 
     It changes several times in every operator and is hardly ever asked for, so it is put together when it is.
     """
@@ -47,3 +47,12 @@ class Whereabouts:
     def follow(self, running: Sequence[Site]) -> None:
         """A forward begins: the operators that run, innermost last, say where it is, until `at` is set."""
         self.phase, self._running = "forward", running
+
+
+class Latest:
+    """The whereabouts of the micro-batch that ran last: of several in flight, one runs at a time."""
+
+    __slots__ = ("whereabouts",)
+
+    def __init__(self) -> None:
+        self.whereabouts = Whereabouts()

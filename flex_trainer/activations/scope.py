@@ -133,6 +133,11 @@ class Scope(Packing):
         self._between.clear()
 
     @property
+    def clock(self) -> Clock:
+        """Times its operators."""
+        return self._clock
+
+    @property
     def holds_values(self) -> bool:
         """Whether autograd holds anything that was saved here: each saved tensor that is looked at holds the hook that
         unpacks it."""

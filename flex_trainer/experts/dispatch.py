@@ -59,7 +59,7 @@ class FlexEP(EPImplementation):
     def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         outgoing = Outgoing.of(top_k_index, self.num_local_experts, self.num_ranks)
         needs = hidden_states.requires_grad, top_k_weights.requires_grad
-        header = outgoing.header(self.operators.recompute_vote(), needs)
+        header = outgoing.header(self.operators.recompute_vote(), needs, self.transport.waiting.sequence())
         layout = Layout.of(outgoing, self.transport.exchange_counts(header))
         # Ranks may differ in what needs gradients (only one has images, say), but all must exchange the same ones.
         hidden_states, top_k_weights = (

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flex_trainer.experts.dispatch import attach_to, run_layer
+from flex_trainer.experts.handover import WaitHere, Waiting
 from flex_trainer.experts.layout import Layout
 from flex_trainer.experts.local import LocalExperts
 from flex_trainer.experts.operators import Operators, UnmanagedOperators
@@ -43,6 +44,9 @@ class FakeEP:
 
 class _FakeTransport:
     """Rows of the right shapes."""
+
+    def __init__(self) -> None:
+        self.waiting: Waiting = WaitHere()
 
     def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
         return header

@@ -21,7 +21,7 @@ class RecomputeVote:
     """It would agree, had it planned for it."""
 
 
-_NUM_FACTS = 6
+_NUM_FACTS = 7
 """Columns of a header besides the counts of experts."""
 
 
@@ -54,12 +54,15 @@ class Outgoing:
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         return cls(experts, goes_to.view(num_ranks, num_tokens), counts.view(num_ranks, num_local_experts))
 
-    def header(self, vote: RecomputeVote, needs: tuple[bool, bool] = (True, True)) -> torch.Tensor:
-        """What every rank is told before the rows: (R, E/R + 6), int64; pairs by expert, rows, the pairs of this rank's
-        tokens with all experts, the two parts of the vote, and whether tokens and weights need gradients."""
+    def header(
+        self, vote: RecomputeVote, needs: tuple[bool, bool] = (True, True), sequence: int = 0
+    ) -> torch.Tensor:
+        """What every rank is told before the rows: (R, E/R + 7), int64; pairs by expert, rows, the pairs of this rank's
+        tokens with all experts, the two parts of the vote, whether tokens and weights need gradients, and a number that
+        stands for the exchanges so far."""
         num_rows = self.goes_to.sum(dim=1, dtype=torch.int64)
         # Filled on the device: a tensor of numbers from the host would be waited for.
-        numbers = (self.top_k_index.numel(), vote.is_planned, vote.is_acceptable, *needs)
+        numbers = (self.top_k_index.numel(), vote.is_planned, vote.is_acceptable, *needs, sequence)
         facts = [torch.full_like(num_rows, int(number)) for number in numbers]
         return torch.cat([self.expert_counts, torch.stack([num_rows, *facts], dim=1)], dim=1)
 
@@ -146,7 +149,10 @@ class Layout:
         """Both sides of the exchange. Waits for the device, once.
 
         Args:
-            header: (R, E/R + 6), what every rank has told this one (`Outgoing.header`).
+            header: (R, E/R + 7), what every rank has told this one (`Outgoing.header`).
+
+        Raises:
+            RuntimeError: the ranks have come here by different exchanges; on all of them.
         """
         num_local_experts = header.size(1) - _NUM_FACTS
         expert_counts = header[:, :num_local_experts].sum(dim=0)
@@ -160,7 +166,12 @@ class Layout:
         summary = torch.cat([facts.reshape(-1), expert_counts.sum().unsqueeze(0), turn_sizes]).tolist()
         summary, num_pairs, sizes = summary[: facts.numel()], summary[facts.numel()], summary[facts.numel() + 1 :]
         columns = (tuple(summary[column :: 1 + _NUM_FACTS]) for column in range(1 + _NUM_FACTS))
-        sent, received, pairs, is_planned, is_acceptable, *needs = columns
+        sent, received, pairs, is_planned, is_acceptable, *needs, sequences = columns
+        if len(set(sequences)) > 1:
+            raise RuntimeError(
+                f"the ranks have run their exchanges in different orders (sequences {list(sequences)}): what they send "
+                "each other would be mixed up. Set fuse=false, and report the model."
+            )
         # Room for as many rows as there can be, so that what is held of a layer does not depend on the router.
         places = torch.nonzero_static(goes_to, size=num_tokens * num_turns)
         is_row = places[:, 0] >= 0

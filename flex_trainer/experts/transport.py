@@ -19,6 +19,9 @@ from flex_trainer.experts.layout import Layout
 class Transport(Protocol):
     """Moves rows; knows nothing of gradients. All ranks of the group call the same methods in the same order."""
 
+    waiting: Waiting
+    """Where another micro-batch can run."""
+
     def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
         """Row r of the (R, C) integers to rank r; returns what every rank had for this one, (R, C)."""
         ...

@@ -38,6 +38,10 @@ class Activity:
         """Whether no other one was at work beside it."""
         self._since = 0.0
 
+    def leave_out(self, seconds: float) -> None:
+        """Another one has run for so long, in its turn."""
+        self.seconds -= seconds
+
     def _note(self, peak_bytes: int, is_exact: bool) -> None:
         if peak_bytes > self.peak_bytes:
             self.peak_bytes = peak_bytes

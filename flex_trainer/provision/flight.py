@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from flex_trainer.activations.context import current_scope
-from flex_trainer.activations.place import Whereabouts
+from flex_trainer.activations.place import Latest
 from flex_trainer.compat import keeps_graph, when_backward_ends
 from flex_trainer.errors import UserError
 from flex_trainer.provision.activity import Activity
@@ -31,17 +31,17 @@ class Flight:
 
     Args:
         parts: the parts of the model, by name; looked at whenever needed.
-        place: where the engine is.
+        latest: which micro-batch ran last, and where it is.
         ended: called with each micro-batch whose backward has ended, when its part has learnt from it.
     """
 
-    def __init__(self, parts: Mapping[str, ModelPart], place: Whereabouts, ended: Callable[[MicroBatch], None]) -> None:
+    def __init__(self, parts: Mapping[str, ModelPart], latest: Latest, ended: Callable[[MicroBatch], None]) -> None:
         self.books: DeviceBooks | None = None
         """Of the device; before anything begins."""
         self.micro_batches: list[MicroBatch] = []
         """In the order of their forwards."""
         self._parts = parts
-        self._place = place
+        self._latest = latest
         self._ended = ended
         self._num_contexts = 0  # `backward` contexts that are open
         self._lock = threading.RLock()
@@ -123,7 +123,7 @@ class Flight:
             raise
         finally:
             self._num_contexts -= 1
-        self._place.at = None
+        self._latest.whereabouts.at = None
         with self._lock:
             for one in list(self.micro_batches):
                 if not one.has_backward_begun or one.backwards or named not in (None, one):
@@ -142,6 +142,7 @@ class Flight:
                 if micro_batch.entered is None:
                     return  # a forward that takes gradients
                 self.end_forward(micro_batch)
+            self._latest.whereabouts = micro_batch.whereabouts
             self._take_up_backward(micro_batch)
             micro_batch.backwards.add(number)
             micro_batch.keeps_graph = keeps_graph()

@@ -12,6 +12,7 @@ import torch
 
 from flex_trainer.activations.choices import Choices
 from flex_trainer.activations.ledger import Ledger
+from flex_trainer.activations.place import Whereabouts
 from flex_trainer.activations.scope import Scope
 from flex_trainer.compat import current_backward
 from flex_trainer.cost.roofline import Rates
@@ -46,6 +47,7 @@ class MicroBatch:
     traced_seconds: float = 0.0
     part: str = ""
     number: int = 0
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)
     step: int = 0
     num_replans: int = 0
     planned_pairs: Mapping[str, int] = field(default_factory=dict)

@@ -36,6 +36,12 @@ class Stopwatch:
             self._laps.append((self._start, self._mark()))
             self._start = None
 
+    def pause(self) -> bool:
+        """End the lap, to begin another one later. Returns whether one was running."""
+        is_running = self._start is not None
+        self.stop()
+        return is_running
+
     def is_read(self) -> bool:
         """Whether reading would wait for nothing."""
         return self._device.type != "cuda" or all(end.query() for _, end in self._laps)

@@ -68,8 +68,8 @@ def test_a_token_goes_once_to_each_rank_that_has_an_expert_of_it() -> None:
 def test_columns_of_a_header() -> None:
     first, second = (outgoing(choice, 2, 2) for choice in DRAWN)
     # Pairs of both experts there, rows, pairs in all, is_planned, is_acceptable, tokens' gradients, weights' gradients.
-    assert first.header(YES, (True, False)).tolist() == [[1, 2, 2, 6, 1, 0, 1, 0], [2, 1, 2, 6, 1, 0, 1, 0]]
-    assert second.header(MAYBE, (False, True)).tolist() == [[1, 0, 1, 4, 0, 1, 0, 1], [1, 2, 2, 4, 0, 1, 0, 1]]
+    assert first.header(YES, (True, False)).tolist() == [[1, 2, 2, 6, 1, 0, 1, 0, 0], [2, 1, 2, 6, 1, 0, 1, 0, 0]]
+    assert second.header(MAYBE, (False, True), 9).tolist() == [[1, 0, 1, 4, 0, 1, 0, 1, 9], [1, 2, 2, 4, 0, 1, 0, 1, 9]]
     assert first.header(NO).dtype == torch.int64
 
 

@@ -1,0 +1,174 @@
+"""A forward and the backward of the micro-batch before it, in turns: each hands over where it waits for other ranks.
+
+    F: attention, router | counts started ->        B: ... experts' backward | rows started ->
+    F: <- counts are there; rows started ->         B: <- rows are there; attention's backward ...
+
+An exchange is started, then the other side runs; when the turn comes back, the exchange has had that long. On CUDA one
+computing stream is enough: collectives run on streams of their own, and waiting for one only orders streams. On a CPU
+gloo works in the background.
+
+What both sides touch is each one's own while it runs: what FSDP2 notes of a pass (compat.FsdpPassState), what a
+recomputation changes (activations/aside.py), clocks. A unit of FSDP2 stays gathered while either side is inside of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from flex_trainer.activations.aside import changes_aside, is_recomputing, may_hand_over
+from flex_trainer.compat import FsdpPassState
+from flex_trainer.experts.handover import Exchange, Work
+from flex_trainer.provision.micro_batch import MicroBatch
+from flex_trainer.steps.stages import Stage, StageLog
+from flex_trainer.steps.turns import Side, Turns, Worker
+from flex_trainer.undo import replace_attribute
+
+
+class Pair:
+    """Forward of one micro-batch and backward of another one.
+
+    Args:
+        forward, backward: the micro-batches.
+        order: see Turns.
+        passes: of the model, where its weights are sharded: as they are at the beginning of the backward, but for its
+            gradient flags.
+        gradient_flags: of the backward (`FsdpPassState.gradient_flags`).
+        on_switch: hears which micro-batch runs next.
+    """
+
+    def __init__(
+        self,
+        forward: MicroBatch,
+        backward: MicroBatch,
+        order: Iterable[Side],
+        passes: FsdpPassState | None = None,
+        gradient_flags: list[tuple[bool, bool]] | None = None,
+        on_switch: Callable[[MicroBatch], None] = lambda micro_batch: None,
+    ) -> None:
+        self._micro_batches = {Side.FORWARD: forward, Side.BACKWARD: backward}
+        self.turns = Turns(order, self._switched)
+        self.log = StageLog()
+        self._on_switch = on_switch
+        self._passes = passes
+        self._sharding = _TwoPasses(passes, gradient_flags or [], self.turns) if passes is not None else None
+        self._sequence = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def start(self, worker: Worker, backward: Callable[[], None]) -> None:
+        """The forward begins now, in this thread."""
+        if self._sharding is not None:
+            self._sharding.begin(self.wait)
+        self.log.begin(Side.FORWARD)
+        self.turns.start(worker, backward)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The forward has ended: run the backward to its end. See `Turns.finish`."""
+        self.log.end(Side.FORWARD)
+        try:
+            self.turns.finish(error)
+        finally:
+            if self._sharding is not None:
+                self._sharding.end()
+        self.log.end(Side.BACKWARD)
+
+    def sequence(self) -> int:
+        """See `Waiting.sequence`."""
+        return self._sequence
+
+    def wait(self, works: Sequence[Work], exchange: Exchange) -> None:
+        """A stage of the side that runs has ended with an exchange, which was started: hand over if the order says so,
+        then wait for it."""
+        side = self.turns.running
+        is_repeated = is_recomputing()
+        stage = self.log.exchange_starts(side, exchange, is_repeated=is_repeated, works=works)
+        self._sequence = zlib.crc32(stage.code.encode(), self._sequence)
+        if may_hand_over() and self.turns.next_is_other():
+            self._hand_over(side)
+        self.log.waits(stage)
+        for work in works:
+            work.wait()
+        self.log.resumes(stage)
+
+    def _hand_over(self, side: Side) -> None:
+        micro_batch = self._micro_batches[side]
+        scope, stopwatch = micro_batch.scope, micro_batch.activity.stopwatch
+        clock = None if scope is None else scope.clock
+        mark = None if clock is None else clock.mark()
+        is_timed = stopwatch.pause()
+        left = time.perf_counter()
+        with changes_aside():
+            self.turns.hand_over()
+        away_seconds = time.perf_counter() - left
+        micro_batch.activity.leave_out(away_seconds)
+        micro_batch.ledger.leave_out(away_seconds)
+        if is_timed:
+            stopwatch.start()
+        if clock is not None:
+            clock.pause(mark)
+
+    def _switched(self, to: Side) -> None:
+        if self._sharding is not None:
+            self._sharding.switch(to)
+        self.log.begin(to)
+        self._on_switch(self._micro_batches[to])
+
+
+class _TwoPasses:
+    """FSDP2 with two passes through one model: each side finds what it left."""
+
+    def __init__(self, passes: FsdpPassState, gradient_flags: list[tuple[bool, bool]], turns: Turns) -> None:
+        self._passes = passes
+        self._backward_flags = gradient_flags
+        self._turns = turns
+        self._taken: dict[Side, Any] = {}
+        self._side = Side.FORWARD
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self, wait: Callable[[Sequence[Work], Exchange], None]) -> None:
+        passes = self._passes
+        forward_flags = passes.gradient_flags()
+        passes.set_gradient_flags(self._backward_flags)
+        self._taken[Side.BACKWARD] = passes.taken(is_last_backward=False)
+        passes.set_gradient_flags(forward_flags)
+        passes.begin()
+        for number, group in enumerate(passes.groups):
+            reshard = functools.partial(self._reshard, number, group.reshard)
+            gather = functools.partial(self._wait_for_gather, group, group.wait_for_unshard, wait)
+            self._undo += [
+                replace_attribute(group, "reshard", reshard),
+                replace_attribute(group, "wait_for_unshard", gather),
+            ]
+        passes.gather_in_background(is_wanted=True)
+
+    def switch(self, to: Side) -> None:
+        if to is not self._side:
+            self._taken[self._side] = self._passes.taken()
+            self._passes.put(self._taken[to])
+            self._side = to
+
+    def end(self) -> None:
+        self.switch(Side.FORWARD)
+        self._passes.gather_in_background(is_wanted=False)
+        while self._undo:
+            self._undo.pop()()
+
+    def _reshard(self, number: int, original: Callable[[], None]) -> None:
+        if not self._passes.is_inside(self._taken[self._side.other], number):
+            original()
+
+    def _wait_for_gather(
+        self,
+        group: Any,
+        original: Callable[[], None],
+        wait: Callable[[Sequence[Work], Exchange], None],
+    ) -> None:
+        works = self._passes.gather_under_way(group)
+        if works is not None:
+            wait(works, Exchange.GATHER)
+        original()
