@@ -71,7 +71,8 @@ class FlexPlugin:
         self.runtime = FlexRuntime(config)
         self._remember = remember
         self._transaction: Transaction | None = None
-        self._fused: FusedSteps | None = None
+        self.fused: FusedSteps | None = None
+        """Runs backwards beside forwards, while a model is attached for which that may pay."""
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -103,7 +104,7 @@ class FlexPlugin:
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
         if self.runtime.config.fuse and may_fuse(unwrapped):
-            self._fused = FusedSteps(self.runtime, unwrapped)
+            self.fused = FusedSteps(self.runtime, unwrapped)
             self._undo.append(self._stop_fusing)
         if is_sharded_at_load_time:
             self._wrap_clipping(accelerator)
@@ -157,11 +158,11 @@ class FlexPlugin:
                 with self.runtime.backward():
                     original(loss, **kwargs)
 
-            if self._fused is not None:
+            if self.fused is not None:
                 is_plain = isinstance(loss, torch.Tensor) and not kwargs
-                if is_plain and not accelerator.sync_gradients and self._fused.put_off(loss, run):
+                if is_plain and not accelerator.sync_gradients and self.fused.put_off(loss, run):
                     return
-                self._fused.settle()
+                self.fused.settle()
             run()
             if accelerator.sync_gradients:
                 self.runtime.step += 1
@@ -169,7 +170,7 @@ class FlexPlugin:
         self._undo.append(replace_attribute(accelerator, "backward", backward))
 
     def _stop_fusing(self) -> None:
-        fused, self._fused = self._fused, None
+        fused, self.fused = self.fused, None
         if fused is not None:
             fused.stop(has_failed=sys.exc_info()[0] is not None)
 

@@ -73,6 +73,12 @@ class MicroBatch:
     """None once it has ended: then neither it nor its scope keeps the other alive."""
     entered: set[str] | None = None
     """Where the model was entered by another door than its forward: names of the operators that were entered so."""
+    is_bounded: bool = False
+    """Whether its peak is known and fits, so that another one may run beside it."""
+    exchange_seconds: float = 0.0
+    """In which its exchanges between ranks were under way."""
+    exposed_seconds: float = 0.0
+    """Of these, the time in which nothing was computed."""
     is_forward_done: bool = False
     is_covered: bool = False
     """Whether another micro-batch began while this one waited for its backward."""

@@ -161,6 +161,7 @@ class ModelPart:
             micro_batch = MicroBatch(
                 shape, plan, plan, in_use_bytes, provision.available_bytes, provision.budget_bytes, gradients
             )
+            micro_batch.is_bounded = plan.fits
             micro_batch.loads = Loads(self.recent_loads.expected)
             micro_batch.plain_seconds = self.times.plain_seconds(shape)
             self._note_rates(micro_batch, plan)

@@ -21,5 +21,5 @@ def agree(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     everyones = mine.new_empty(num_ranks() * len(numbers))
-    dist.all_gather_into_tensor(everyones, mine)
+    dist.all_gather_single(everyones, mine)
     return everyones.view(num_ranks(), len(numbers)).tolist()

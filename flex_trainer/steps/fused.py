@@ -56,6 +56,8 @@ class FusedSteps:
         self._passes: FsdpPassState | None = fsdp_pass_state(model) if units_of(model) else None
         self._worker = Worker()
         self._pending: _Pending | None = None
+        self.num_pairs = 0
+        """Forwards that a backward ran beside."""
         self._pair: Pair | None = None
         self._undo: list[Callable[[], None]] = []
         for dispatcher in _dispatchers(model):
@@ -140,6 +142,7 @@ class FusedSteps:
             pair.finish(error)
         finally:
             self._pair = None
+        self.num_pairs += 1
         if error is not None:
             raise error
 
@@ -151,12 +154,7 @@ class FusedSteps:
             micro_batch = start()
         except MemoryLimitError:
             pass  # with the memory of the other one, it may fit
-        is_possible = (
-            micro_batch is not None
-            and micro_batch.plan is not None
-            and micro_batch.plan.fits
-            and pending.micro_batch.plan is not None
-        )
+        is_possible = micro_batch is not None and micro_batch.is_bounded and pending.micro_batch.is_bounded
         if all(row[0] for row in agree([int(is_possible)], self._runtime.device)):
             return micro_batch
         if micro_batch is not None:

@@ -44,6 +44,7 @@ class ForcedRuntime(FlexRuntime):
     def _begin(self, part: ModelPart, shape: BatchShape, number: int) -> MicroBatch:
         micro_batch = super()._begin(part, shape, number)
         micro_batch.choices, micro_batch.plan = self._choices, None
+        micro_batch.is_bounded = True
         assert micro_batch.scope is not None
         micro_batch.scope.mitigation.min_bytes = 1
         return micro_batch
