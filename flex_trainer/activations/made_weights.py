@@ -10,11 +10,12 @@ the first run made them. So they are further inputs of the operator.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
+from flex_trainer.activations.aside import changing
 from flex_trainer.compat import made_parametrizations, parametrizations_are_made
 
 
@@ -56,5 +57,6 @@ class MadeWeights:
         made = dict(zip(self._keys, tensors, strict=False))
         for (part, name, _), tensor in zip(self._attributes, tensors[len(self._keys) :], strict=True):
             vars(part)[name] = tensor
-        with parametrizations_are_made(self._num_caching, made):
+        is_changed = bool(self._num_caching or made)
+        with changing(None) if is_changed else nullcontext(), parametrizations_are_made(self._num_caching, made):
             yield

@@ -50,16 +50,46 @@ class ModuleState:
             RuntimeError: a parameter that the run reads was exchanged or written to since, or a large tensor among the
                 attributes was written to.
         """
-        now = [_Bindings(part.module) for part in self._parts]
-        try:
-            with changing(None), self._parameters.restored(name):  # buffers, generators: nobody else runs meanwhile
-                for part in self._parts:
-                    part.bind(name)
-                yield
-        finally:
-            for part, bindings in zip(self._parts, now, strict=True):
-                part.rewind_generators()
-                bindings.bind()
+        change = _Restored(self._parts)
+        with changing(change):
+            try:
+                with self._parameters.restored(name):
+                    change.begin(name)
+                    yield
+            finally:
+                change.end()
+
+
+class _Restored:
+    """Modules with the state of a first run."""
+
+    __slots__ = ("_found", "_own", "_parts", "_streams")
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self._parts = parts
+        self._found = [_Bindings(part.module) for part in parts]
+        self._own: list[_Bindings] = []
+        self._streams: list[list[tuple[torch.Generator, torch.Tensor]]] = []
+
+    def begin(self, name: str) -> None:
+        for part in self._parts:
+            part.bind(name)
+
+    def end(self) -> None:
+        for part, bindings in zip(self._parts, self._found, strict=True):
+            part.rewind_generators()
+            bindings.bind()
+
+    def put_aside(self) -> None:
+        self._own = [_Bindings(part.module) for part in self._parts]
+        self._streams = [part.streams_now() for part in self._parts]
+        self.end()
+
+    def take_up(self) -> None:
+        self._found = [_Bindings(part.module) for part in self._parts]
+        for part, bindings, streams in zip(self._parts, self._own, self._streams, strict=True):
+            bindings.bind()
+            part.go_on_with(streams)
 
 
 class _Part:
@@ -91,6 +121,16 @@ class _Part:
                 elif value.stream is not None and isinstance(now, torch.Generator):
                     self._generators.append((now, now.get_state()))
                     now.set_state(value.stream)
+
+    def streams_now(self) -> list[tuple[torch.Generator, torch.Tensor]]:
+        """The generators that the recomputation has set, as they are."""
+        return [(generator, generator.get_state()) for generator, _ in self._generators]
+
+    def go_on_with(self, streams: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+        """Set them so again, for the rest of the recomputation."""
+        for generator, state in streams:
+            self._generators.append((generator, generator.get_state()))
+            generator.set_state(state)
 
     def rewind_generators(self) -> None:
         """Have generators go on as if there had been no recomputation."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flex_trainer.activations.aside import changing
 from flex_trainer.activations.first_parameters import FirstParameters
@@ -30,7 +31,7 @@ def _is_quick(part: nn.Module) -> bool:
     if part._buffers or "parametrizations" in part._modules:
         return False
     for parameter in part._parameters.values():
-        if parameter is not None and type(parameter) is not nn.Parameter:
+        if parameter is not None and type(parameter) not in (nn.Parameter, DTensor):
             return False
     attributes = vars(part)
     for name in attributes.keys() - NOT_STATE:

@@ -13,7 +13,7 @@ accumulation, so it needs no pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,8 @@ class FusedSteps:
         self._passes: FsdpPassState | None = fsdp_pass_state(model) if units_of(model) else None
         self._worker = Worker()
         self._pending: _Pending | None = None
+        self.next_order: Callable[[], Iterable[Side]] = tuple
+        """The order of the next pair (see Turns), the same on all ranks."""
         self.num_pairs = 0
         """Forwards that a backward ran beside."""
         self._pair: Pair | None = None
@@ -128,9 +130,13 @@ class FusedSteps:
             yield start()
             return
         self._pending = None
-        order: Sequence[Side] = ()
         self._pair = pair = Pair(
-            micro_batch, pending.micro_batch, order, self._passes, pending.gradient_flags, self._runtime.now_runs
+            micro_batch,
+            pending.micro_batch,
+            self.next_order(),
+            self._passes,
+            pending.gradient_flags,
+            self._runtime.now_runs,
         )
         error: BaseException | None = None
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from flex_trainer import FlexConfig, FlexPlugin
 from flex_trainer.runtime import FlexRuntime
+from flex_trainer.steps.turns import Side
 from flex_trainer.testing.forced import ForcedRuntime, whole
 from tests.distributed.equality_jobs import Forced
 from tests.distributed.models import all_ids, gradients_of, my_part, skew, spread_model
@@ -35,6 +38,7 @@ def steps(
     is_skewed: bool = False,
     has_autocast: bool = False,
     is_uneven: bool = False,
+    order_seed: int | None = None,
     options: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> list[dict[str, Any]]:
@@ -45,6 +49,7 @@ def steps(
         strategy: of `equality_jobs.STRATEGIES`; None: planned under `limit`.
         is_skewed: all tokens go to the first experts, those of rank 0.
         is_uneven: the ranks' sequences differ in length, and those of a rank from micro-batch to micro-batch.
+        order_seed: sides take turns at random, alike on all ranks; None: as it is decided.
         options: of `from_pretrained`.
     """
     answers = []
@@ -59,6 +64,8 @@ def steps(
         if strategy is not None:
             plugin.runtime = runtime_of(strategy, is_fused)
         plugin.attach(accelerator, model)
+        if plugin.fused is not None and order_seed is not None:
+            plugin.fused.next_order = random_orders(order_seed)
         losses, gradients = [], {}
         for step in range(num_steps):
             for number in range(accumulation):
@@ -91,6 +98,12 @@ def steps(
             }
         )
     return answers
+
+
+def random_orders(seed: int) -> Callable[[], list[Side]]:
+    """Makes an order for each pair."""
+    stream = random.Random(seed)
+    return lambda: stream.choices((Side.FORWARD, Side.BACKWARD), k=500)
 
 
 def runtime_of(strategy: str, is_fused: bool) -> FlexRuntime:

@@ -63,14 +63,16 @@ def test_windows_of_several_lengths(two_ranks: RankPool, directory: Path, accumu
 def test_random_numbers_are_those_of_one_after_the_other(two_ranks: RankPool, directory: Path, strategy: str) -> None:
     """A recomputation in backward, which draws the numbers of its forward again, hands over to a forward that draws
     its own."""
-    path = saved_model(directory, "qwen3_moe")
-    check(
-        two_ranks,
-        path,
-        strategy=strategy,
-        accumulation=3,
-        options={"attention_dropout": 0.3, "attn_implementation": "eager"},
-    )
+    path = saved_model(directory / "deep", "qwen3_moe", num_hidden_layers=6)
+    options = {"attention_dropout": 0.3, "attn_implementation": "eager"}
+    check(two_ranks, path, strategy=strategy, accumulation=4, order_seed=1, options=options)
+
+
+@pytest.mark.parametrize("seed", first_quick(tuple(range(6)), 2))
+def test_in_any_order(two_ranks: RankPool, directory: Path, seed: int) -> None:
+    path = saved_model(directory / "deep", "deepseek_v3", num_hidden_layers=5)
+    strategy = ("mixed", "recomputed_dispatch")[seed % 2]
+    check(two_ranks, path, strategy=strategy, accumulation=5, order_seed=seed)
 
 
 @pytest.mark.parametrize("strategy", first_quick(("mixed", "recomputed_dispatch")))
