@@ -160,10 +160,9 @@ class FlexPlugin:
 
             if self.fused is not None:
                 is_plain = isinstance(loss, torch.Tensor) and not kwargs
-                if is_plain and not accelerator.sync_gradients and self.fused.put_off(loss, run):
-                    return
-                self.fused.settle()
-            run()
+                self.fused.backward(loss, run, may_wait=is_plain and not accelerator.sync_gradients)
+            else:
+                run()
             if accelerator.sync_gradients:
                 self.runtime.step += 1
 

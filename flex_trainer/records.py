@@ -67,6 +67,15 @@ class MicroBatchRecord:
     """Saved tensors of kinds the engine leaves alone (subclasses, sparse tensors): kept, and not counted in bytes."""
     part: str = ""
     """The part of the model, where several are managed on this device (pipeline stages)."""
+    exchange_ms: float = 0.0
+    """Time in which exchanges of its rows, and gathers of weights for it, were under way between ranks. Of a model
+    whose experts are spread by FlexTrainer's dispatch, on a CPU."""
+    exposed_ms: float = 0.0
+    """The part of it in which nothing was computed."""
+    pair_ms: float = 0.0
+    """Time of its forward together with the backward beside it; 0 where there was none."""
+    predicted_pair_ms: float = 0.0
+    """The same as predicted; 0 before an order was planned."""
 
     @property
     def is_over_limit(self) -> bool:

@@ -54,9 +54,7 @@ class Outgoing:
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         return cls(experts, goes_to.view(num_ranks, num_tokens), counts.view(num_ranks, num_local_experts))
 
-    def header(
-        self, vote: RecomputeVote, needs: tuple[bool, bool] = (True, True), sequence: int = 0
-    ) -> torch.Tensor:
+    def header(self, vote: RecomputeVote, needs: tuple[bool, bool] = (True, True), sequence: int = 0) -> torch.Tensor:
         """What every rank is told before the rows: (R, E/R + 7), int64; pairs by expert, rows, the pairs of this rank's
         tokens with all experts, the two parts of the vote, whether tokens and weights need gradients, and a number that
         stands for the exchanges so far."""

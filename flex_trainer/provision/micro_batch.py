@@ -79,6 +79,9 @@ class MicroBatch:
     """In which its exchanges between ranks were under way."""
     exposed_seconds: float = 0.0
     """Of these, the time in which nothing was computed."""
+    pair_seconds: float = 0.0
+    """Where a backward ran beside its forward: the time of both."""
+    predicted_pair_seconds: float = 0.0
     is_forward_done: bool = False
     is_covered: bool = False
     """Whether another micro-batch began while this one waited for its backward."""
@@ -240,6 +243,10 @@ class MicroBatch:
             is_profile=plan is None,
             num_unmanaged=self.ledger.num_unmanaged,
             part=self.part,
+            exchange_ms=self.exchange_seconds * 1e3,
+            exposed_ms=self.exposed_seconds * 1e3,
+            pair_ms=self.pair_seconds * 1e3,
+            predicted_pair_ms=self.predicted_pair_seconds * 1e3,
         )
 
     def _run_seconds(self) -> float:

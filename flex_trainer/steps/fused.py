@@ -13,24 +13,29 @@ accumulation, so it needs no pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from flex_trainer.activations.aside import is_recomputing
 from flex_trainer.compat import FsdpPassState, fsdp_pass_state
 from flex_trainer.experts.dispatch import FlexEP, dispatcher_of
 from flex_trainer.experts.handover import Exchange, Work
 from flex_trainer.models.sharding import units_of
+from flex_trainer.planner.fusion import Side
 from flex_trainer.provision.device_books import MemoryLimitError
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.steps.agreement import agree
+from flex_trainer.steps.order_choice import OrderChoice
 from flex_trainer.steps.pair import Pair
-from flex_trainer.steps.turns import Side, Worker
+from flex_trainer.steps.stages import RanStage, StageLog
+from flex_trainer.steps.turns import Worker
 from flex_trainer.undo import replace_attribute
 
 
@@ -52,20 +57,23 @@ class FusedSteps:
     """
 
     def __init__(self, runtime: FlexRuntime, model: nn.Module) -> None:
+        self.choice = OrderChoice(runtime.config.fuse, runtime.device)
+        """Whether to fuse, and in which order."""
+        self.num_pairs = 0
+        """Forwards that a backward ran beside."""
+        self.last_log: StageLog | None = None
+        """Of the latest pair."""
         self._runtime = runtime
         self._passes: FsdpPassState | None = fsdp_pass_state(model) if units_of(model) else None
         self._worker = Worker()
         self._pending: _Pending | None = None
-        self.next_order: Callable[[], Iterable[Side]] = tuple
-        """The order of the next pair (see Turns), the same on all ranks."""
-        self.num_pairs = 0
-        """Forwards that a backward ran beside."""
-        self._pair: Pair | None = None
+        self._running: Pair | _Alone | None = None
+        self._alone_log: StageLog | None = None  # of a forward whose backward has not come yet
         self._undo: list[Callable[[], None]] = []
         for dispatcher in _dispatchers(model):
             self._undo.append(replace_attribute(dispatcher.transport, "waiting", self))
         self._undo.append(replace_attribute(runtime, "neighbour", self))
-        runtime.follow_schedule(2)
+        self._share_memory()
 
     def stop(self, *, has_failed: bool = False) -> None:
         """Give everything back; a backward that was put off is run first.
@@ -83,41 +91,64 @@ class FusedSteps:
             self._worker.stop()
             self._runtime.follow_schedule(None)
 
+    def _share_memory(self) -> None:
+        """While pairs run, two micro-batches are in flight (W of Algorithm 1)."""
+        self._runtime.follow_schedule(2 if self.choice.is_on else None)
+
     # The caller's backward
 
-    def put_off(self, loss: torch.Tensor, backward: Callable[[], None]) -> bool:
-        """Whether the backward of `loss` is put off until the next forward; if not, the caller runs it now.
+    def backward(self, loss: torch.Tensor, run: Callable[[], None], *, may_wait: bool) -> None:
+        """Run the backward of `loss` now, or put it off until the next forward.
 
         Args:
-            backward: runs it.
+            run: runs it.
+            may_wait: whether nobody looks at the gradients before that.
         """
-        waiting = self._runtime.in_flight
-        may_wait = (
-            len(waiting) == 1
-            and waiting[0].is_forward_done
-            and not waiting[0].has_backward_begun
-            and waiting[0].entered is None
-            and loss.requires_grad
-        )
-        if not may_wait:
-            return False
-        flags = [] if self._passes is None else self._passes.gradient_flags()
-        self._pending = _Pending(waiting[0], _in_state_of_this_thread(loss.device, backward), flags)
-        return True
+        self.settle()
+        micro_batch = self._only_waiting() if may_wait and loss.requires_grad else None
+        if micro_batch is None:
+            run()
+        elif self.choice.is_on:
+            flags = [] if self._passes is None else self._passes.gradient_flags()
+            self._pending = _Pending(micro_batch, _in_state_of_this_thread(loss.device, run), flags)
+        else:
+            self._run_alone(micro_batch, run)
 
     def settle(self) -> None:
         """Run the backward that was put off by itself, if there is one."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        now = [] if self._passes is None else self._passes.gradient_flags()
-        if self._passes is not None:
-            self._passes.set_gradient_flags(pending.gradient_flags)
+        if self._passes is None:
+            pending.run()
+            return
+        flags = self._passes.gradient_flags()
+        self._passes.set_gradient_flags(pending.gradient_flags)
         try:
             pending.run()
         finally:
-            if self._passes is not None:
-                self._passes.set_gradient_flags(now)
+            self._passes.set_gradient_flags(flags)
+
+    def _only_waiting(self) -> MicroBatch | None:
+        """The one micro-batch in flight, if its backward is the next thing to come and can be run in another thread."""
+        in_flight = self._runtime.in_flight
+        if len(in_flight) != 1:
+            return None
+        one = in_flight[0]
+        is_waiting = one.is_forward_done and not one.has_backward_begun
+        return one if is_waiting and one.entered is None else None
+
+    def _run_alone(self, micro_batch: MicroBatch, run: Callable[[], None]) -> None:
+        """A backward that could have been put off: what it takes by itself is learnt."""
+        log, self._alone_log = self._alone_log, None
+        if log is None:
+            run()
+            return
+        with self._by_itself(_Alone(micro_batch, Side.BACKWARD, log, self._note)):
+            run()
+        self.choice.learn(log)
+        self.choice.choose()
+        self._share_memory()
 
     # The next forward
 
@@ -127,39 +158,51 @@ class FusedSteps:
         pending = self._pending
         micro_batch = None if pending is None else self._start_beside(pending, start)
         if pending is None or micro_batch is None:
-            yield start()
+            micro_batch = start()
+            self._alone_log = log = self._new_log()
+            with self._by_itself(_Alone(micro_batch, Side.FORWARD, log, self._note)):
+                yield micro_batch
             return
-        self._pending = None
-        self._pair = pair = Pair(
+        self._pending = self._alone_log = None
+        self._running = pair = Pair(
             micro_batch,
             pending.micro_batch,
-            self.next_order(),
+            self.choice.order,
+            self._new_log(),
             self._passes,
             pending.gradient_flags,
             self._runtime.now_runs,
+            self._note,
         )
-        error: BaseException | None = None
+        started, error = time.perf_counter(), None
         try:
             pair.start(self._worker, pending.run)
             yield micro_batch
-        except BaseException as raised:
+        except BaseException as raised:  # raised again below, unless the backward has failed first
             error = raised
         try:
             pair.finish(error)
         finally:
-            self._pair = None
-        self.num_pairs += 1
+            self._running = None
         if error is not None:
             raise error
+        micro_batch.pair_seconds = time.perf_counter() - started
+        micro_batch.predicted_pair_seconds = self.choice.pair_seconds
+        self._ended(pair)
+
+    def _ended(self, pair: Pair) -> None:
+        self.num_pairs += 1
+        self.last_log = pair.log
+        self.choice.learn(pair.log)
+        self.choice.choose()
+        self._share_memory()
 
     def _start_beside(self, pending: _Pending, start: Callable[[], MicroBatch]) -> MicroBatch | None:
         """The next micro-batch, where it can run while the other one is in backward, on all ranks; if not, the backward
         has run by itself when this returns None."""
         micro_batch: MicroBatch | None = None
-        try:
+        with suppress(MemoryLimitError):  # with the memory of the other one, it may fit
             micro_batch = start()
-        except MemoryLimitError:
-            pass  # with the memory of the other one, it may fit
         is_possible = micro_batch is not None and micro_batch.is_bounded and pending.micro_batch.is_bounded
         if all(row[0] for row in agree([int(is_possible)], self._runtime.device)):
             return micro_batch
@@ -168,19 +211,71 @@ class FusedSteps:
         self.settle()
         return None
 
+    def _new_log(self) -> StageLog:
+        return StageLog(self._runtime.device, listens=self.choice.listens)
+
+    @contextmanager
+    def _by_itself(self, alone: _Alone) -> Iterator[None]:
+        self._running = alone
+        try:
+            with alone.run():
+                yield
+        finally:
+            self._running = None
+
     # The exchanges
 
     def wait(self, works: Sequence[Work], exchange: Exchange) -> None:
         """See `Waiting.wait`."""
-        if self._pair is not None:
-            self._pair.wait(works, exchange)
+        if self._running is not None:
+            self._running.wait(works, exchange)
             return
         for work in works:
             work.wait()
 
     def sequence(self) -> int:
         """See `Waiting.sequence`."""
-        return 0 if self._pair is None else self._pair.sequence()
+        return self._running.sequence() if isinstance(self._running, Pair) else 0
+
+    def _note(self, micro_batch: MicroBatch, stage: RanStage) -> None:
+        """An exchange has ended. Times of a GPU are not read for this."""
+        if self._runtime.device.type == "cuda":
+            return
+        seconds = stage.exchange_seconds
+        if not stage.arrivals and stage.exposed_seconds <= 0.5 * seconds:  # nobody saw it end
+            seconds = min(self.choice.exchange_seconds(stage.key) or seconds, seconds)
+        micro_batch.exposed_seconds += stage.exposed_seconds
+        micro_batch.exchange_seconds += max(seconds, stage.exposed_seconds)
+
+
+class _Alone:
+    """A forward or a backward by itself, whose stages are timed."""
+
+    def __init__(
+        self,
+        micro_batch: MicroBatch,
+        side: Side,
+        log: StageLog,
+        on_exchange: Callable[[MicroBatch, RanStage], None],
+    ) -> None:
+        self._micro_batch = micro_batch
+        self._side = side
+        self._log = log
+        self._on_exchange = on_exchange
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        self._log.begin(self._side)
+        yield
+        self._log.end(self._side)
+
+    def wait(self, works: Sequence[Work], exchange: Exchange) -> None:
+        stage = self._log.exchange_starts(self._side, exchange, works, is_repeated=is_recomputing())
+        self._log.waits(stage)
+        for work in works:
+            work.wait()
+        self._log.resumes(stage)
+        self._on_exchange(self._micro_batch, stage)
 
 
 def may_fuse(model: nn.Module) -> bool:

@@ -19,14 +19,13 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
 from flex_trainer.activations.aside import changes_aside, is_recomputing, may_hand_over
 from flex_trainer.compat import FsdpPassState
 from flex_trainer.experts.handover import Exchange, Work
+from flex_trainer.planner.fusion import Side
 from flex_trainer.provision.micro_batch import MicroBatch
-from flex_trainer.steps.stages import Stage, StageLog
-from flex_trainer.steps.turns import Side, Turns, Worker
+from flex_trainer.steps.stages import RanStage, StageLog
+from flex_trainer.steps.turns import Turns, Worker, other_side
 from flex_trainer.undo import replace_attribute
 
 
@@ -40,6 +39,8 @@ class Pair:
             gradient flags.
         gradient_flags: of the backward (`FsdpPassState.gradient_flags`).
         on_switch: hears which micro-batch runs next.
+        log: its stages are noted there.
+        on_exchange: hears of each exchange that has ended, and whose it was.
     """
 
     def __init__(
@@ -47,18 +48,19 @@ class Pair:
         forward: MicroBatch,
         backward: MicroBatch,
         order: Iterable[Side],
+        log: StageLog,
         passes: FsdpPassState | None = None,
         gradient_flags: list[tuple[bool, bool]] | None = None,
         on_switch: Callable[[MicroBatch], None] = lambda micro_batch: None,
+        on_exchange: Callable[[MicroBatch, RanStage], None] = lambda micro_batch, stage: None,
     ) -> None:
         self._micro_batches = {Side.FORWARD: forward, Side.BACKWARD: backward}
         self.turns = Turns(order, self._switched)
-        self.log = StageLog()
+        self.log = log
         self._on_switch = on_switch
-        self._passes = passes
+        self._on_exchange = on_exchange
         self._sharding = _TwoPasses(passes, gradient_flags or [], self.turns) if passes is not None else None
         self._sequence = 0
-        self._undo: list[Callable[[], None]] = []
 
     def start(self, worker: Worker, backward: Callable[[], None]) -> None:
         """The forward begins now, in this thread."""
@@ -86,7 +88,7 @@ class Pair:
         then wait for it."""
         side = self.turns.running
         is_repeated = is_recomputing()
-        stage = self.log.exchange_starts(side, exchange, is_repeated=is_repeated, works=works)
+        stage = self.log.exchange_starts(side, exchange, works, is_repeated=is_repeated)
         self._sequence = zlib.crc32(stage.code.encode(), self._sequence)
         if may_hand_over() and self.turns.next_is_other():
             self._hand_over(side)
@@ -94,6 +96,7 @@ class Pair:
         for work in works:
             work.wait()
         self.log.resumes(stage)
+        self._on_exchange(self._micro_batches[side], stage)
 
     def _hand_over(self, side: Side) -> None:
         micro_batch = self._micro_batches[side]
@@ -159,7 +162,7 @@ class _TwoPasses:
             self._undo.pop()()
 
     def _reshard(self, number: int, original: Callable[[], None]) -> None:
-        if not self._passes.is_inside(self._taken[self._side.other], number):
+        if not self._passes.is_inside(self._taken[other_side(self._side)], number):
             original()
 
     def _wait_for_gather(

@@ -1,34 +1,39 @@
-"""What the stages of a fused forward and backward took, and when their exchanges were under way."""
+"""What the stages of a forward and a backward took, and the exchanges between ranks that they ended with."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from flex_trainer.experts.handover import Exchange, Work
-from flex_trainer.steps.turns import Side
+from flex_trainer.planner.fusion import Side
 
 
 @dataclass
-class Stage:
-    """What one side computes up to an exchange, and that exchange. Times in seconds of the host's clock."""
+class RanStage:
+    """What one side has computed up to an exchange, and that exchange. Times in seconds; see `StageLog.read`."""
 
     side: Side
     exchange: Exchange | None
     """None: the last stage of its side."""
     is_repeated: bool
     """Whether a recomputation exchanges once more what the forward has exchanged."""
-    computes: list[tuple[float, float]]
-    """From when to when it has computed. Where it waits in between without handing over, all one stage."""
-    started: float = 0.0
-    """When the exchange was started."""
+    number: int
+    """Among those of the same code, from 0."""
+    began: float
+    started: float
+    """When it had computed, and its exchange was started."""
     waited: float = 0.0
-    """From when on the side did nothing but wait for it."""
-    arrived: float = 0.0
-    """When it was first seen to have ended."""
-    works: list[Any] = field(default_factory=list)
+    """From when on its side did nothing but wait for it."""
+    resumed: float = 0.0
+    """When its side went on."""
+    arrivals: list[float] = field(default_factory=list)
+    """When its works ended, where that was listened for."""
 
     @property
     def code(self) -> str:
@@ -37,65 +42,100 @@ class Stage:
         return f"{self.side.value} {'repeated ' if self.is_repeated else ''}{name}"
 
     @property
-    def seconds(self) -> float:
-        """Of computing."""
-        return sum(end - start for start, end in self.computes)
+    def key(self) -> tuple[str, int]:
+        return self.code, self.number
 
     @property
-    def exchange_seconds(self) -> float:
-        return self.arrived - self.started
+    def seconds(self) -> float:
+        """Of computing."""
+        return self.started - self.began
 
     @property
     def exposed_seconds(self) -> float:
-        """In which nobody computed because of it."""
-        return max(self.arrived - self.waited, 0.0) if self.exchange is not None else 0.0
+        """In which nothing was computed because of its exchange."""
+        return self.resumed - self.waited
+
+    @property
+    def exchange_seconds(self) -> float:
+        """From the start of its exchange to the end; where that was not listened for, and it was there before it was
+        waited for, the most that it can have been."""
+        end = min(max(self.arrivals), self.resumed) if self.arrivals else self.resumed
+        return max(end - self.started, 0.0)
 
 
 class StageLog:
-    """The stages of one pair, in the order in which they ended."""
+    """The stages of a forward and a backward, in the order in which they ended.
 
-    def __init__(self) -> None:
-        self.stages: list[Stage] = []
+    Times are those of the host's clock. Of a GPU these say little, so where it listens, points of the computing stream
+    are noted, to be read at the end.
+
+    Args:
+        device: which computes.
+        listens: whether to time stages and exchanges exactly. On a CPU the communication library calls back for that,
+            which takes about 0.1 ms each time; on a GPU, reading waits for the device.
+    """
+
+    def __init__(self, device: torch.device, *, listens: bool = False) -> None:
+        self.stages: list[RanStage] = []
+        self.listens = listens
+        self._has_streams = device.type == "cuda"
         self._began: dict[Side, float] = {}
-        self._under_way: list[Stage] = []
+        self._numbers: Counter[tuple[Side, Exchange | None, bool]] = Counter()
 
     def begin(self, side: Side) -> None:
         """A side computes from now on."""
-        self._began[side] = time.perf_counter()
+        self._began[side] = self._now()
 
-    def exchange_starts(self, side: Side, exchange: Exchange, *, is_repeated: bool, works: Sequence[Work]) -> Stage:
+    def exchange_starts(self, side: Side, exchange: Exchange, works: Sequence[Work], *, is_repeated: bool) -> RanStage:
         """It has started an exchange."""
-        now = time.perf_counter()
-        self.look(now)
-        stage = Stage(side, exchange, is_repeated, [(self._began[side], now)], started=now, works=list(works))
-        self.stages.append(stage)
-        self._under_way.append(stage)
+        stage = self._ended(side, exchange, is_repeated)
+        if self.listens and not self._has_streams:
+            for work in works:
+                _listen(work, stage.arrivals)
         return stage
 
-    def waits(self, stage: Stage) -> None:
+    def waits(self, stage: RanStage) -> None:
         """Its side has nothing else to do, from now on."""
-        stage.waited = time.perf_counter()
-        self.look(stage.waited)
+        stage.waited = self._now()
 
-    def resumes(self, stage: Stage) -> None:
+    def resumes(self, stage: RanStage) -> None:
         """The exchange has ended, and the side computes on."""
-        now = time.perf_counter()
-        if stage in self._under_way:
-            self._under_way.remove(stage)
-            stage.arrived = now
-            stage.works.clear()
-        self.look(now)
-        self._began[stage.side] = now
+        stage.resumed = self._began[stage.side] = self._now()
 
     def end(self, side: Side) -> None:
         """The last stage of a side has ended."""
-        now = time.perf_counter()
-        self.stages.append(Stage(side, None, False, [(self._began.get(side, now), now)], now, now, now))
+        stage = self._ended(side, None, is_repeated=False)
+        stage.waited = stage.resumed = stage.started
 
-    def look(self, now: float) -> None:
-        """Note which exchanges have ended by now."""
-        for stage in list(self._under_way):
-            if all(work.is_completed() for work in stage.works):
-                stage.arrived = now
-                stage.works.clear()
-                self._under_way.remove(stage)
+    def of(self, side: Side) -> list[RanStage]:
+        return [stage for stage in self.stages if stage.side is side]
+
+    def read(self) -> None:
+        """All has run: have numbers in the place of points of a stream. Waits for the device where there are any."""
+        if not (self._has_streams and self.listens) or not self.stages:
+            return
+        first: Any = self.stages[0].began
+        for stage in self.stages:
+            for name in ("began", "started", "waited", "resumed"):
+                mark: Any = getattr(stage, name)
+                mark.synchronize()
+                setattr(stage, name, first.elapsed_time(mark) / 1e3)
+
+    def _now(self) -> Any:
+        if not (self._has_streams and self.listens):
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _ended(self, side: Side, exchange: Exchange | None, is_repeated: bool) -> RanStage:
+        now, kind = self._now(), (side, exchange, is_repeated)
+        began: float = self._began.get(side, now)
+        stage = RanStage(side, exchange, is_repeated, self._numbers[kind], began, now)
+        self._numbers[kind] += 1
+        self.stages.append(stage)
+        return stage
+
+
+def _listen(work: Any, arrivals: list[float]) -> None:
+    work.get_future().add_done_callback(lambda _: arrivals.append(time.perf_counter()))

@@ -1,6 +1,6 @@
 """Two threads that take turns: one runs, the other one waits, and which of them runs next is said by an order.
 
-    turns = Turns("FBBF...")                 turns.run_beside(backward)      in the other thread, when its turn comes
+    turns = Turns(order)                     turns.run_beside(backward)      in the other thread, when its turn comes
     F: turns.next()                          hands over if the order says so; returns when F's turn comes again
     B: turns.next()                          the same, from the other side
     F: turns.finish()                        the forward has ended: the backward runs to its end
@@ -15,21 +15,13 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
 from queue import SimpleQueue
 
+from flex_trainer.planner.fusion import Side
 
-class Side(Enum):
-    """Whose turn it is."""
 
-    FORWARD = "F"
-    """The main thread."""
-    BACKWARD = "B"
-    """The other one."""
-
-    @property
-    def other(self) -> Side:
-        return Side.BACKWARD if self is Side.FORWARD else Side.FORWARD
+def other_side(side: Side) -> Side:
+    return Side.BACKWARD if side is Side.FORWARD else Side.FORWARD
 
 
 class Ended(BaseException):
@@ -40,7 +32,8 @@ class Turns:
     """One forward in the calling thread and one backward in another, in turns.
 
     Args:
-        order: whose stage comes next, stage by stage, from the first on. Where it ends, sides alternate.
+        order: whose stage comes next (forward or backward), stage by stage, from the first on. Where it ends, sides
+            alternate.
         on_switch: called by the side that hands over, with the side that is to run next.
     """
 
@@ -61,7 +54,7 @@ class Turns:
     @property
     def is_alone(self) -> bool:
         """Whether the other side has ended, or there was none."""
-        return self._turn.other in self._ended
+        return other_side(self._turn) in self._ended
 
     def start(self, worker: Worker, backward: Callable[[], None]) -> None:
         """Called by the forward's thread: have the backward run beside it, from its first turn on."""
@@ -79,7 +72,7 @@ class Turns:
             raise Ended
         if self.is_alone:
             return False
-        return next(self._order, self._turn.other) is not self._turn
+        return next(self._order, other_side(self._turn)) is not self._turn
 
     def hand_over(self) -> None:
         """Let the other side run, and return when it is this one's turn again.
@@ -87,7 +80,7 @@ class Turns:
         Raises:
             Ended: the other side has failed.
         """
-        self._switch(self._turn.other)
+        self._switch(other_side(self._turn))
 
     def finish(self, error: BaseException | None = None) -> None:
         """Called by the forward's thread when it has ended: returns when the backward has, too.
@@ -135,9 +128,10 @@ class Turns:
     def _end(self, side: Side) -> None:
         with self._changed:
             self._ended.add(side)
-            if self._turn is side and side.other not in self._ended:
-                self._on_switch(side.other)
-                self._turn = side.other
+            other = other_side(side)
+            if self._turn is side and other not in self._ended:
+                self._on_switch(other)
+                self._turn = other
             self._changed.notify_all()
 
 

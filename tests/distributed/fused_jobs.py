@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
 from flex_trainer import FlexConfig, FlexPlugin
+from flex_trainer.planner.fusion import Side
 from flex_trainer.runtime import FlexRuntime
-from flex_trainer.steps.turns import Side
+from flex_trainer.steps.order_choice import OrderChoice
 from flex_trainer.testing.forced import ForcedRuntime, whole
 from tests.distributed.equality_jobs import Forced
 from tests.distributed.models import all_ids, gradients_of, my_part, skew, spread_model
@@ -65,7 +65,7 @@ def steps(
             plugin.runtime = runtime_of(strategy, is_fused)
         plugin.attach(accelerator, model)
         if plugin.fused is not None and order_seed is not None:
-            plugin.fused.next_order = random_orders(order_seed)
+            take_random_orders(plugin.fused.choice, order_seed)
         losses, gradients = [], {}
         for step in range(num_steps):
             for number in range(accumulation):
@@ -100,10 +100,16 @@ def steps(
     return answers
 
 
-def random_orders(seed: int) -> Callable[[], list[Side]]:
-    """Makes an order for each pair."""
-    stream = random.Random(seed)
-    return lambda: stream.choices((Side.FORWARD, Side.BACKWARD), k=500)
+def take_random_orders(choice: OrderChoice, seed: int) -> None:
+    """Another order for each pair."""
+    stream, choose = random.Random(seed), choice.choose
+
+    def choose_any() -> None:
+        choose()
+        choice.order = tuple(stream.choices((Side.FORWARD, Side.BACKWARD), k=500))
+
+    choice.choose = choose_any
+    choice.order = tuple(stream.choices((Side.FORWARD, Side.BACKWARD), k=500))
 
 
 def runtime_of(strategy: str, is_fused: bool) -> FlexRuntime:
