@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import NamedTuple, overload
 
 from flex_trainer.totals import Totals
 
@@ -103,6 +103,28 @@ class MicroBatchRecord:
         if self.predicted_step_ms <= 0 or self.run_ms <= 0:
             return None
         return 100 * abs(self.predicted_step_ms - self.run_ms) / self.run_ms
+
+
+class Span(NamedTuple):
+    """When one thing was under way, in milliseconds from the begin of its pair."""
+
+    lane: str
+    """forward or backward: what computed; forward exchange or backward exchange: what was on its way for it."""
+    name: str
+    """Of an exchange: counts, dispatch, combine, gather. Of computing: the exchange that it ended with, or "end"."""
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class PairTimeline:
+    """A forward and the backward beside it, on this rank."""
+
+    step: int
+    micro_batch: int
+    """Whose forward it was."""
+    total_ms: float
+    spans: tuple[Span, ...]
 
 
 MAX_RECORDS = 4096

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flex_trainer.config import FlexConfig
-from flex_trainer.records import RunRecords, StepRetry
+from flex_trainer.records import PairTimeline, RunRecords, StepRetry
 from flex_trainer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class RunView(ABC):
         """One record per micro-batch (and part of the model): the newest ones, and sums over all."""
         self.retries: list[StepRetry] = []
         """Steps that were rolled back and retried."""
+        self.last_pair: PairTimeline | None = None
+        """Of the latest forward that a backward ran beside and whose exchanges were timed, if any."""
         self.model_name = ""
         self.device_name = ""
 

@@ -34,7 +34,7 @@ from flex_trainer.runtime import FlexRuntime
 from flex_trainer.steps.agreement import agree
 from flex_trainer.steps.order_choice import OrderChoice
 from flex_trainer.steps.pair import Pair
-from flex_trainer.steps.stages import RanStage, StageLog
+from flex_trainer.steps.stages import RanStage, StageLog, timeline
 from flex_trainer.steps.turns import Worker
 from flex_trainer.undo import replace_attribute
 
@@ -61,8 +61,6 @@ class FusedSteps:
         """Whether to fuse, and in which order."""
         self.num_pairs = 0
         """Forwards that a backward ran beside."""
-        self.last_log: StageLog | None = None
-        """Of the latest pair."""
         self._runtime = runtime
         self._passes: FsdpPassState | None = fsdp_pass_state(model) if units_of(model) else None
         self._worker = Worker()
@@ -188,12 +186,13 @@ class FusedSteps:
             raise error
         micro_batch.pair_seconds = time.perf_counter() - started
         micro_batch.predicted_pair_seconds = self.choice.pair_seconds
-        self._ended(pair)
+        self._ended(pair, micro_batch)
 
-    def _ended(self, pair: Pair) -> None:
+    def _ended(self, pair: Pair, micro_batch: MicroBatch) -> None:
         self.num_pairs += 1
-        self.last_log = pair.log
         self.choice.learn(pair.log)
+        if pair.log.listens:
+            self._runtime.last_pair = timeline(pair.log, micro_batch.step, micro_batch.number)
         self.choice.choose()
         self._share_memory()
 

@@ -63,6 +63,7 @@ class OrderChoice:
         """The same, one after the other."""
         self._is_auto = fuse == "auto"
         self._device = device
+        self._fixed: Order | None = None
         self._times: dict[tuple[str, int], _Times] = {}
         self._codes: dict[Side, tuple[tuple[str, int], ...]] = {}
         self._num_seen = 0
@@ -76,6 +77,11 @@ class OrderChoice:
     def exchange_seconds(self, key: tuple[str, int]) -> float:
         """What the exchange of a stage is known to take; 0 where it is not."""
         return self._times[key].exchange if key in self._times else 0.0
+
+    def fix(self, order: Order) -> None:
+        """Run pairs in this order, and plan no other; where it ends, sides alternate."""
+        self._fixed = order
+        self.order, self.is_on, self._is_auto = order, True, False
 
     def learn(self, log: StageLog) -> None:
         """Stages have run."""
@@ -121,6 +127,8 @@ class OrderChoice:
         return Window(tuple(sides[Side.FORWARD]), tuple(sides[Side.BACKWARD]))
 
     def _decide(self, window: Window) -> None:
+        if self._fixed is not None:
+            return
         planned = plan_order(window, None)
         assert planned is not None, "without a limit any order fits"
         one_after_the_other = simulate(window, sequential(window)).seconds

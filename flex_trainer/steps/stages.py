@@ -12,6 +12,7 @@ import torch
 
 from flex_trainer.experts.handover import Exchange, Work
 from flex_trainer.planner.fusion import Side
+from flex_trainer.records import PairTimeline, Span
 
 
 @dataclass
@@ -135,6 +136,25 @@ class StageLog:
         self._numbers[kind] += 1
         self.stages.append(stage)
         return stage
+
+
+def timeline(log: StageLog, step: int, micro_batch: int) -> PairTimeline:
+    """What ran when, of a log that listened and was read.
+
+    Args:
+        step, micro_batch: of the forward.
+    """
+    origin = min(stage.began for stage in log.stages)
+    spans = []
+    for stage in log.stages:
+        lane = "forward" if stage.side is Side.FORWARD else "backward"
+        name = "end" if stage.exchange is None else stage.exchange.value
+        spans.append(Span(lane, name, (stage.began - origin) * 1e3, (stage.started - origin) * 1e3))
+        if stage.exchange is not None:
+            end = stage.started + stage.exchange_seconds
+            spans.append(Span(f"{lane} exchange", name, (stage.started - origin) * 1e3, (end - origin) * 1e3))
+    end_ms = max(span.end_ms for span in spans)
+    return PairTimeline(step, micro_batch, end_ms, tuple(spans))
 
 
 def _listen(work: Any, arrivals: list[float]) -> None:

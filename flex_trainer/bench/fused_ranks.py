@@ -1,0 +1,109 @@
+"""One rank of `flex-trainer bench fused`: optimizer steps of several micro-batches, each way of running them in turns."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model, rank_batch
+from flex_trainer.bench.ep_ranks import join_ranks
+from flex_trainer.config import FlexConfig
+from flex_trainer.memory.enforce import return_freed_memory
+from flex_trainer.planner.fusion import Side
+from flex_trainer.plugin import FlexPlugin
+
+_WARM_UP_STEPS = 4
+"""First touches, traces, first orders."""
+
+
+class Way:
+    """One way of running steps: a model, an optimizer and a plugin of its own.
+
+    Args:
+        settings: of FlexConfig.
+        pattern: a fixed order, letters F and B of a layer, again and again; None: as it is planned.
+    """
+
+    def __init__(self, path: str, settings: Mapping[str, Any], pattern: str | None, accumulation: int) -> None:
+        num_ranks = torch.distributed.get_world_size()
+        self.model: PreTrainedModel = load_model(path, MeshSizes(num_ranks, num_ranks), FLEX)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        self._accumulation = accumulation
+        self.plugin = FlexPlugin(FlexConfig(**settings))
+        self.plugin.attach(self._accelerator, self.model)
+        if pattern is not None and self.plugin.fused is not None:
+            self.plugin.fused.choice.fix(tuple(map(Side, pattern)))
+
+    def step(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[float]:
+        """One optimizer step, as Trainer makes it. Returns the losses."""
+        losses = []
+        model: Any = self.model
+        for number, batch in enumerate(batches):
+            is_last = number == self._accumulation - 1
+            self._accelerator.gradient_state._set_sync_gradients(is_last)
+            model.set_requires_gradient_sync(is_last)
+            loss = model(**batch).loss
+            self._accelerator.backward(loss)
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [float(loss) for loss in losses]
+
+
+def in_turns(
+    *,
+    path: str,
+    batch_size: int,
+    sequence_length: int,
+    accumulation: int,
+    ways: Mapping[str, Mapping[str, Any]],
+    num_rounds: int,
+) -> dict[str, dict[str, Any]]:
+    """A step of each way in turns, on this rank.
+
+    Args:
+        ways: by name, `{"settings": of FlexConfig, "pattern": letters or None}`.
+
+    Returns:
+        By way: seconds of every timed step, losses of all steps, and from the records of the timed steps: exchange,
+        exposed, pair and predicted pair times in ms, peaks in bytes, bytes freed.
+    """
+    join_ranks()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate asks for them; the group is there already
+    torch.set_num_threads(1)
+    return_freed_memory()
+    rank = torch.distributed.get_rank()
+    all_ways = {
+        name: Way(path, way["settings"], way.get("pattern"), accumulation) for name, way in ways.items()
+    }
+    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "losses": []} for name in all_ways}
+    for number in range(-_WARM_UP_STEPS, num_rounds):
+        first = (number + _WARM_UP_STEPS) * accumulation
+        batches = [rank_batch(batch_size, sequence_length, rank, first + one) for one in range(accumulation)]
+        for name in list(all_ways)[:: 1 if number % 2 else -1]:  # no way is always first
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            found[name]["losses"] += all_ways[name].step(batches)
+            torch.distributed.barrier()
+            if number >= 0:
+                found[name]["seconds"].append(time.perf_counter() - start)
+    for name, way in all_ways.items():
+        records = list(way.plugin.runtime.records)[_WARM_UP_STEPS * accumulation :]
+        fields = ("exchange_ms", "exposed_ms", "pair_ms", "predicted_pair_ms", "run_ms", "plan_ms", "peak_bytes")
+        found[name] |= {field: [getattr(record, field) for record in records] for field in fields}
+        found[name]["freed_bytes"] = sum(sum(record.freed_bytes.values()) for record in records)
+        found[name]["is_fused"] = way.plugin.fused is not None and way.plugin.fused.num_pairs > 0
+        if way.plugin.fused is not None:
+            choice = way.plugin.fused.choice
+            found[name]["predicted_ratio"] = choice.pair_seconds / max(choice.sequential_seconds, 1e-9)
+            found[name]["order"] = "".join(side.value for side in choice.order)
+        way.plugin.detach()
+    torch.distributed.destroy_process_group()
+    return found
