@@ -1,4 +1,4 @@
-"""One rank of `flex-trainer bench fused`: optimizer steps of several micro-batches, each way of running them in turns."""
+"""One rank of `flex-trainer bench fused`: steps of several micro-batches, each way of running them in turns."""
 
 from __future__ import annotations
 

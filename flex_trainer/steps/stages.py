@@ -80,7 +80,7 @@ class StageLog:
         self.stages: list[RanStage] = []
         self.listens = listens
         self._has_streams = device.type == "cuda"
-        self._began: dict[Side, float] = {}
+        self._began: dict[Side, Any] = {}
         self._numbers: Counter[tuple[Side, Exchange | None, bool]] = Counter()
 
     def begin(self, side: Side) -> None:
@@ -131,7 +131,7 @@ class StageLog:
 
     def _ended(self, side: Side, exchange: Exchange | None, is_repeated: bool) -> RanStage:
         now, kind = self._now(), (side, exchange, is_repeated)
-        began: float = self._began.get(side, now)
+        began = self._began.get(side, now)
         stage = RanStage(side, exchange, is_repeated, self._numbers[kind], began, now)
         self._numbers[kind] += 1
         self.stages.append(stage)

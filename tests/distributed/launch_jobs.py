@@ -25,7 +25,10 @@ class FailingTrainer(FlexTrainer):
     time_file = Path()
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.state.global_step == 1:
+        if self.how.startswith("fused"):
+            if self.state.global_step == 1 and self.args.process_index == FAILING_RANK and not self.time_file.exists():
+                self.arm(self.model.model.layers[-1])
+        elif self.state.global_step == 1:
             if self.args.process_index == FAILING_RANK:
                 self.time_file.write_text(str(time.time()))
                 self.fail()
@@ -33,8 +36,26 @@ class FailingTrainer(FlexTrainer):
                 time.sleep(120)
         return super().training_step(*args, **kwargs)
 
+    def arm(self, layer: torch.nn.Module) -> None:
+        """Have the layer fail in the second forward from now on, or in the first backward: both are of one pair."""
+        num_forwards = 0
+
+        def forward_hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            nonlocal num_forwards
+            num_forwards += 1
+            if num_forwards == 2 and self.how != "fused-backward":
+                self.fail_now()
+            if num_forwards == 1 and self.how == "fused-backward":
+                output.register_hook(lambda gradient: self.fail_now())
+
+        layer.register_forward_hook(forward_hook)
+
+    def fail_now(self) -> None:
+        self.time_file.write_text(str(time.time()))
+        self.fail()
+
     def fail(self) -> None:
-        if self.how == "kill":
+        if self.how in ("kill", "fused-kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.how == "allocate":
             torch.ones(2 * self.flex.limit_bytes, dtype=torch.uint8)

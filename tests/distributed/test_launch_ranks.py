@@ -141,6 +141,30 @@ def test_a_rank_that_fails_is_named_and_ends_the_other(directory: Path, how: str
     assert "rank 0 of 2" not in output  # who is not to blame says nothing
 
 
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("fused-backward", "rank 1 of 2 on {host}: ValueError: rank 1 has had enough"),
+        pytest.param(
+            "fused-forward", "rank 1 of 2 on {host}: ValueError: rank 1 has had enough", marks=pytest.mark.sweep
+        ),
+        pytest.param("fused-kill", "Signal 9 (SIGKILL)", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_rank_that_fails_while_forward_and_backward_run_together(directory: Path, how: str, told: str) -> None:
+    time_file = directory / "failed"
+    changes = ("report.to=[]", "flex.fuse=true", "training.gradient_accumulation_steps=4")
+    code, output, ended = Launch(
+        directory, "tests.distributed.launch_jobs", how, str(time_file), "tiny.yaml", *changes
+    ).wait()
+    assert code != 0
+    assert ended - float(time_file.read_text()) < MOST_SECONDS, output
+    assert told.format(host=socket.gethostname()) in output
+    assert how == "fused-kill" or "in fail_now" in output  # its own traceback
+    assert "rank      : 1 (local_rank: 1)" in output.split("Root Cause")[1]
+    assert "rank 0 of 2" not in output
+
+
 @pytest.mark.sweep
 def test_a_rank_of_another_machine_ends_too(directory: Path) -> None:
     """Two launchers on this machine stand for two machines. Rank 0 is in no collective when rank 1 fails."""
