@@ -53,6 +53,7 @@ def train(path: str, overrides: list[str]) -> dict[str, Any]:
         "rows": rows,
         "num_tokens": [record.num_tokens for record in trainer.flex.records],
         "limit_bytes": trainer.flex.limit_bytes,
+        "num_pairs": sum(record.pair_ms > 0 for record in trainer.flex.records),
         "eval_losses": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
     }
 

@@ -10,6 +10,7 @@ import torch
 
 from flex_trainer.testing.ranks import RankPool
 from tests.distributed.models import saved_model
+from tests.distributed.recipes import DEEPSEEK
 from tests.tiers import first_quick
 
 pytestmark = pytest.mark.ranks
@@ -92,6 +93,61 @@ def test_a_rank_without_tokens(two_ranks: RankPool, directory: Path, strategy: s
 
 def test_planned(two_ranks: RankPool, directory: Path) -> None:
     check(two_ranks, saved_model(directory, "deepseek_v3"), num_steps=3, accumulation=3)
+
+
+TRAINER = ["training.gradient_accumulation_steps=3", "training.max_steps=4", "training.logging_steps=1"]
+
+
+def trained(ranks: RankPool, path: Path, fuse: str, output: Path, *changes: str, num_ranks: int = 2) -> dict[str, Any]:
+    parallel = f"parallel={{fsdp: {num_ranks}, ep: 2}}"
+    overrides = [*TRAINER, parallel, f"flex.fuse={fuse}", f"training.output_dir={output}", *changes]
+    by_rank = ranks.run("tests.distributed.recipe_jobs:train", path=str(path), overrides=overrides)
+    return by_rank[0]
+
+
+def test_a_trainer_sees_nothing_of_it(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Losses, gradient norms after clipping, evaluation between steps, a checkpoint and going on from it."""
+    (tmp_path / "r.yaml").write_text(DEEPSEEK + "flex: {memory_limit: 3GiB}\n")
+    evaluation = ("training.eval_strategy=steps", "training.eval_steps=2", "data.num_eval_samples=4")
+    saving = ("training.save_strategy=steps", "training.save_steps=2", "training.max_grad_norm=0.05")
+    answers = {}
+    for fuse in ("false", "true"):
+        out = tmp_path / fuse
+        whole = trained(two_ranks, tmp_path / "r.yaml", fuse, out, *evaluation, *saving)
+        resumed = trained(
+            two_ranks,
+            tmp_path / "r.yaml",
+            fuse,
+            tmp_path / f"{fuse}-resumed",
+            *evaluation,
+            *saving,
+            f"training.resume_from_checkpoint={out / 'checkpoint-2'}",
+        )
+        answers[fuse] = whole, resumed
+    for plain, fused in zip(*answers.values(), strict=True):
+        assert (plain["num_pairs"], fused["num_pairs"] > 0) == (0, True)
+        for what in ("losses", "grad_norms", "eval_losses"):
+            assert fused[what] == plain[what], what
+        assert len(plain["eval_losses"]) > 0
+    assert answers["true"][1]["losses"][-2:] == answers["true"][0]["losses"][-2:]
+
+
+def test_auto_measures_and_then_decides(two_ranks: RankPool, tmp_path: Path) -> None:
+    """On one machine, with nothing to hide of a tiny model, whatever it decides changes no loss."""
+    (tmp_path / "r.yaml").write_text(DEEPSEEK + "flex: {memory_limit: 3GiB}\n")
+    plain, auto = (trained(two_ranks, tmp_path / "r.yaml", fuse, tmp_path / fuse) for fuse in ("false", "auto"))
+    assert auto["losses"] == plain["losses"]
+
+
+def test_gradients_that_are_reduced_in_each_micro_batch(four_ranks: RankPool, tmp_path: Path) -> None:
+    """Over replicas, Trainer puts off only the sum over them: each backward reduces over shards, inside of the pair."""
+    (tmp_path / "r.yaml").write_text(DEEPSEEK + "flex: {memory_limit: 3GiB}\n")
+    replicas = "parallel.replicate=2"
+    plain, fused = (
+        trained(four_ranks, tmp_path / "r.yaml", fuse, tmp_path / fuse, replicas) for fuse in ("false", "true")
+    )
+    assert fused["num_pairs"] > 0
+    assert fused["losses"] == plain["losses"] and fused["grad_norms"] == plain["grad_norms"]
 
 
 @pytest.mark.parametrize("strategy", ["mixed", "recomputed_dispatch"])
