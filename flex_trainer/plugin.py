@@ -103,7 +103,7 @@ class FlexPlugin:
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
-        if self.runtime.config.fuse and may_fuse(unwrapped):
+        if self.runtime.config.fuse and may_fuse(self.runtime):
             self.fused = FusedSteps(self.runtime, unwrapped)
             self._undo.append(self._stop_fusing)
         if is_sharded_at_load_time:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from flex_trainer.activations.leaves import mapped
-from flex_trainer.activations.values import Packed
+from flex_trainer.activations.values import Packed, PackedOutput
+
+if TYPE_CHECKING:
+    from flex_trainer.activations.region import Region
 
 
 class PackedLeaf:
@@ -21,6 +24,12 @@ class PackedLeaf:
         self._packed = pack_input(tensor)
         self._parameter = tensor if type(tensor) is nn.Parameter else None
         self._requires_grad = tensor.requires_grad
+
+    @property
+    def region(self) -> Region | None:
+        """The region that has to be recomputed to recover it; None where none has."""
+        slot = self._packed.slot if type(self._packed) is PackedOutput else None
+        return None if slot is None or slot.value is not None else slot.region
 
     def recover(self) -> torch.Tensor:
         tensor = self._packed.get()

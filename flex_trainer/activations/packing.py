@@ -133,6 +133,7 @@ class Packing:
             return self._hold(entry, tensor)
         if not entry.is_counted:
             self._demand.drop(entry)
+            region.dropped_bytes += entry.num_bytes
         self._count(entry)
         slot = region.inner_slot(number)
         entry.pin(weakref.ref(slot))
@@ -192,6 +193,7 @@ class Packing:
             self._demand.count(entry)
             if entry.region is not None and self._is_whole(entry.region[0]):
                 self._demand.drop(entry)
+                entry.region[0].dropped_bytes += entry.num_bytes
 
     def _note_change(self, entry: Entry, tensor: torch.Tensor) -> None:
         """A storage that was changed in place since it was made (noise multiplied into a norm's output) is what the

@@ -55,10 +55,16 @@ class Region:
         pack_input: Callable[[torch.Tensor], Packed],
         ledger: Ledger,
         module: nn.Module | None = None,
+        *,
+        has_exchange: bool = False,
     ) -> None:
         """`pack_input` turns a tensor argument into a packed value; everything else is kept as it is. `module`: whose
-        parameters the function uses."""
+        parameters the function uses. `has_exchange`: whether other ranks take part in it."""
         self.name = name
+        self.dropped_bytes = 0
+        """Of values that its recomputation brings back."""
+        self._has_exchange = has_exchange
+        self._is_running = False
         self._function = function
         device: torch.device | None = None  # whose random stream the operator may draw from, beside the CPU's
 
@@ -132,8 +138,30 @@ class Region:
             self._outputs[index] = weakref.ref(slot)
         return slot
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether values of it are still to be brought back, and nobody is at it."""
+        slots = (alive(reference) for reference in (*self._inner.values(), *self._outputs.values()))
+        return not self._is_running and any(slot is not None and slot.value is None for slot in slots)
+
+    def may_run_alone(self) -> bool:
+        """Whether its recomputation takes no other rank: neither it nor what has to be recomputed for its inputs
+        exchanges anything."""
+        if self._has_exchange or self._is_running:
+            return False
+        leaves = (leaf for leaf in leaves_of((self._args, self._kwargs)) if type(leaf) is PackedLeaf)
+        sources = (leaf.region for leaf in (*leaves, *self._made_leaves))
+        return all(source is None or source.may_run_alone() for source in sources)
+
     def recompute(self) -> None:
         """Run the operator again and fill every live slot. Random streams are left as they were found."""
+        self._is_running = True
+        try:
+            self._recompute()
+        finally:
+            self._is_running = False
+
+    def _recompute(self) -> None:
         inner = {number: slot for number, ref in self._inner.items() if (slot := ref()) and slot.value is None}
         outputs = {index: slot for index, ref in self._outputs.items() if (slot := ref()) and slot.value is None}
         args = [recovered(arg) for arg in self._args]

@@ -37,7 +37,7 @@ from flex_trainer.activations.residency import Residency
 from flex_trainer.activations.trace import CallTrace, Trace
 from flex_trainer.activations.values import Packed, PackedKept, alive, detached
 from flex_trainer.compat import current_backward, top_pack_hook
-from flex_trainer.strategy import LEAST_MOVED_BYTES, Site, Strategy
+from flex_trainer.strategy import EP_BLOCK, LEAST_MOVED_BYTES, Site, Strategy
 
 
 class Scope(Packing):
@@ -84,6 +84,7 @@ class Scope(Packing):
         self.known = known
         """What this forward holds, if all is kept; None: every saved tensor is looked at. Set before it is opened."""
         self._unwatched = UnwatchedForward()
+        self._regions: dict[int, list[weakref.ref[Region]]] = {}  # by layer, in the order of their runs
         self._is_bare = False  # open without hooks outside of operators
         self._parameter_tensors = parameters
         self._has_warned = False
@@ -269,11 +270,14 @@ class Scope(Packing):
         return False
 
     def _run_region(self, index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Region]:
-        name = self._trace.calls[index].site.name
+        site = self._trace.calls[index].site
+        name = site.name
         # Parts of a module that are no modules themselves (the attention core) have its name in front.
         # Not "or": the truth of a compiled module is that of its length, which it may not have.
         module = self._modules.get(name, self._modules.get(name.rpartition(".")[0]))
-        region = Region(name, function, args, kwargs, self._pack_input, self.ledger, module)
+        has_exchange = site.kind == EP_BLOCK
+        region = Region(name, function, args, kwargs, self._pack_input, self.ledger, module, has_exchange=has_exchange)
+        self._regions.setdefault(site.layer, []).append(weakref.ref(region))
         self._region, self._region_call = region, index
         self._num_packs = 0
         with saved_tensors_hooks(self._pack_inner, self._unpack_hook()):
@@ -301,6 +305,30 @@ class Scope(Packing):
         unpack = alive(self._unpacker)
         assert unpack is not None, "while the scope is open"
         return unpack
+
+    def recompute_ahead(self, layer: int, operator: str, room_bytes: int) -> bool:
+        """Recompute one region before backward asks for its values. No other rank takes part, so each may do as it
+        likes. To be called in the backward.
+
+        Args:
+            layer: whose backward comes next; its weights are there.
+            operator: whose backward runs now, by site name.
+            room_bytes: what the values that come back may take.
+
+        Returns:
+            False where there is none to recompute.
+        """
+        for reference in reversed(self._regions.get(layer, ())):
+            region = alive(reference)
+            if region is None or not region.is_awaited or region.dropped_bytes > room_bytes:
+                continue
+            is_whole = self._residency is None or self._residency.is_whole(region.name, operator)
+            if is_whole and region.may_run_alone():
+                with self.ledger.recomputing():
+                    region.recompute()
+                self._on_memory()
+                return True
+        return False
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         self.was_used = True

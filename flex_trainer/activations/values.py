@@ -149,10 +149,10 @@ class PackedInner:
 class PackedOutput:
     """A tensor that lies in an output of a recomputed region."""
 
-    __slots__ = ("name", "_slot", "_storage_bytes", "_view", "_watch")
+    __slots__ = ("name", "slot", "_storage_bytes", "_view", "_watch")
 
     def __init__(self, slot: Slot, tensor: torch.Tensor, name: str) -> None:
-        self._slot = slot
+        self.slot = slot
         self._view = View(tensor)
         self._storage_bytes = tensor.untyped_storage().nbytes()
         self._watch = VersionWatch(tensor)
@@ -160,7 +160,7 @@ class PackedOutput:
 
     def get(self) -> torch.Tensor:
         self._watch.check(self.name)
-        value = self._slot.read()
+        value = self.slot.read()
         storage = value.untyped_storage()
         if storage.nbytes() != self._storage_bytes:
             raise RuntimeError(

@@ -80,9 +80,7 @@ def in_turns(
     torch.set_num_threads(1)
     return_freed_memory()
     rank = torch.distributed.get_rank()
-    all_ways = {
-        name: Way(path, way["settings"], way.get("pattern"), accumulation) for name, way in ways.items()
-    }
+    all_ways = {name: Way(path, way["settings"], way.get("pattern"), accumulation) for name, way in ways.items()}
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "losses": []} for name in all_ways}
     for number in range(-_WARM_UP_STEPS, num_rounds):
         first = (number + _WARM_UP_STEPS) * accumulation

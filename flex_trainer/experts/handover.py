@@ -27,6 +27,8 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
 
+    def is_completed(self) -> bool: ...
+
 
 class Waiting(Protocol):
     """How a transport waits."""

@@ -75,6 +75,8 @@ class MicroBatch:
     """Where the model was entered by another door than its forward: names of the operators that were entered so."""
     is_bounded: bool = False
     """Whether its peak is known and fits, so that another one may run beside it."""
+    is_paired: bool = False
+    """Whether another one took turns with it: then peaks are those of both."""
     exchange_seconds: float = 0.0
     """In which its exchanges between ranks were under way."""
     exposed_seconds: float = 0.0

@@ -266,6 +266,8 @@ class ModelPart:
                         return  # nothing arrived in some layer, so its sizes are not known
                     self.profile.observe(shape, trace, micro_batch.routed_pairs)
             self._learn_times(micro_batch)
+            if micro_batch.is_paired:
+                return
             if micro_batch.above_held is not None:
                 after_bytes, is_exact = micro_batch.above_held
                 self.loss.observe(
@@ -303,7 +305,8 @@ class ModelPart:
         activity = micro_batch.activity
         if micro_batch.plan is None or micro_batch.rates is None:
             return
-        if not activity.is_time_own or activity.stopwatch.num_laps < _LAPS:
+        # Two that took turns have timed their own turns.
+        if not (activity.is_time_own or micro_batch.is_paired) or activity.stopwatch.num_laps < _LAPS:
             return
         self.times.learn(
             Ran(

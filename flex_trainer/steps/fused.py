@@ -36,6 +36,7 @@ from flex_trainer.steps.order_choice import OrderChoice
 from flex_trainer.steps.pair import Pair
 from flex_trainer.steps.stages import RanStage, StageLog, timeline
 from flex_trainer.steps.turns import Worker
+from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 
 
@@ -68,8 +69,9 @@ class FusedSteps:
         self._running: Pair | _Alone | None = None
         self._alone_log: StageLog | None = None  # of a forward whose backward has not come yet
         self._undo: list[Callable[[], None]] = []
-        for dispatcher in _dispatchers(model):
-            self._undo.append(replace_attribute(dispatcher.transport, "waiting", self))
+        for site, dispatcher in _dispatchers(runtime):
+            waiting = _LayerWaiting(self, site)
+            self._undo.append(replace_attribute(dispatcher.transport, "waiting", waiting))
         self._undo.append(replace_attribute(runtime, "neighbour", self))
         self._share_memory()
 
@@ -169,9 +171,11 @@ class FusedSteps:
             self._new_log(),
             self._passes,
             pending.gradient_flags,
-            self._runtime.now_runs,
-            self._note,
+            on_switch=self._runtime.now_runs,
+            on_exchange=self._note,
+            room_bytes=lambda: self._runtime.books.measure()[1],
         )
+        micro_batch.is_paired = pending.micro_batch.is_paired = True
         started, error = time.perf_counter(), None
         try:
             pair.start(self._worker, pending.run)
@@ -224,10 +228,10 @@ class FusedSteps:
 
     # The exchanges
 
-    def wait(self, works: Sequence[Work], exchange: Exchange) -> None:
-        """See `Waiting.wait`."""
+    def wait(self, works: Sequence[Work], exchange: Exchange, experts: Site) -> None:
+        """See `Waiting.wait`. `experts`: whose rows are exchanged."""
         if self._running is not None:
-            self._running.wait(works, exchange)
+            self._running.wait(works, exchange, experts)
             return
         for work in works:
             work.wait()
@@ -245,6 +249,20 @@ class FusedSteps:
             seconds = min(self.choice.exchange_seconds(stage.key) or seconds, seconds)
         micro_batch.exposed_seconds += stage.exposed_seconds
         micro_batch.exchange_seconds += max(seconds, stage.exposed_seconds)
+
+
+class _LayerWaiting:
+    """How the transport of one layer waits."""
+
+    def __init__(self, fused: FusedSteps, experts: Site) -> None:
+        self._fused = fused
+        self._experts = experts
+
+    def wait(self, works: Sequence[Work], exchange: Exchange) -> None:
+        self._fused.wait(works, exchange, self._experts)
+
+    def sequence(self) -> int:
+        return self._fused.sequence()
 
 
 class _Alone:
@@ -268,7 +286,7 @@ class _Alone:
         yield
         self._log.end(self._side)
 
-    def wait(self, works: Sequence[Work], exchange: Exchange) -> None:
+    def wait(self, works: Sequence[Work], exchange: Exchange, experts: Site) -> None:
         stage = self._log.exchange_starts(self._side, exchange, works, is_repeated=is_recomputing())
         self._log.waits(stage)
         for work in works:
@@ -277,14 +295,15 @@ class _Alone:
         self._on_exchange(self._micro_batch, stage)
 
 
-def may_fuse(model: nn.Module) -> bool:
+def may_fuse(runtime: FlexRuntime) -> bool:
     """Whether anything can hide: experts are spread over ranks by FlexTrainer's dispatch."""
-    return any(one.num_ranks > 1 for one in _dispatchers(model))
+    return any(one.num_ranks > 1 for _, one in _dispatchers(runtime))
 
 
-def _dispatchers(model: nn.Module) -> list[FlexEP]:
-    found = (dispatcher_of(module) for module in model.modules())
-    return [one for one in found if isinstance(one, FlexEP)]
+def _dispatchers(runtime: FlexRuntime) -> list[tuple[Site, FlexEP]]:
+    """With the sites of their experts."""
+    found = ((one.site, dispatcher_of(one.module)) for one in runtime.part().managed.map.experts)
+    return [(site, one) for site, one in found if isinstance(one, FlexEP)]
 
 
 def _in_state_of_this_thread(device: torch.device, function: Callable[[], None]) -> Callable[[], None]:

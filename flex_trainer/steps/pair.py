@@ -26,6 +26,7 @@ from flex_trainer.planner.fusion import Side
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.steps.stages import RanStage, StageLog
 from flex_trainer.steps.turns import Turns, Worker, other_side
+from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 
 
@@ -41,6 +42,7 @@ class Pair:
         on_switch: hears which micro-batch runs next.
         log: its stages are noted there.
         on_exchange: hears of each exchange that has ended, and whose it was.
+        room_bytes: what is free now, of which values that are recomputed ahead may take half.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Pair:
         gradient_flags: list[tuple[bool, bool]] | None = None,
         on_switch: Callable[[MicroBatch], None] = lambda micro_batch: None,
         on_exchange: Callable[[MicroBatch, RanStage], None] = lambda micro_batch, stage: None,
+        room_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._micro_batches = {Side.FORWARD: forward, Side.BACKWARD: backward}
         self.turns = Turns(order, self._switched)
         self.log = log
         self._on_switch = on_switch
         self._on_exchange = on_exchange
+        self._room_bytes = room_bytes
         self._sharding = _TwoPasses(passes, gradient_flags or [], self.turns) if passes is not None else None
         self._sequence = 0
 
@@ -83,20 +87,33 @@ class Pair:
         """See `Waiting.sequence`."""
         return self._sequence
 
-    def wait(self, works: Sequence[Work], exchange: Exchange) -> None:
+    def wait(self, works: Sequence[Work], exchange: Exchange, experts: Site | None = None) -> None:
         """A stage of the side that runs has ended with an exchange, which was started: hand over if the order says so,
-        then wait for it."""
+        then wait for it. A backward that would wait recomputes meanwhile what its layer asks for next.
+
+        Args:
+            experts: whose rows are exchanged; None: they are not rows.
+        """
         side = self.turns.running
         is_repeated = is_recomputing()
         stage = self.log.exchange_starts(side, exchange, works, is_repeated=is_repeated)
         self._sequence = zlib.crc32(stage.code.encode(), self._sequence)
         if may_hand_over() and self.turns.next_is_other():
             self._hand_over(side)
+        if experts is not None and side is Side.BACKWARD and not is_repeated:
+            self._recompute_ahead(works, experts)
         self.log.waits(stage)
         for work in works:
             work.wait()
         self.log.resumes(stage)
         self._on_exchange(self._micro_batches[side], stage)
+
+    def _recompute_ahead(self, works: Sequence[Work], experts: Site) -> None:
+        """Until the works are done, or there is nothing to recompute. It has to be done anyhow, so time is not lost."""
+        scope = self._micro_batches[Side.BACKWARD].scope
+        while scope is not None and not all(work.is_completed() for work in works):
+            if not scope.recompute_ahead(experts.layer, experts.name, self._room_bytes() // 2):
+                return
 
     def _hand_over(self, side: Side) -> None:
         micro_batch = self._micro_batches[side]
