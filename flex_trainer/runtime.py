@@ -49,7 +49,7 @@ from flex_trainer.cost.shape import BatchShape
 from flex_trainer.errors import UserError
 from flex_trainer.memory.enforce import hold_memory_returned, trim_freed_memory
 from flex_trainer.memory.meter import MemoryMeter, meter_for
-from flex_trainer.models.checkpointing import is_checkpointing, stop_checkpointing
+from flex_trainer.models.checkpointing import stop_checkpointing, warn_of_checkpointing
 from flex_trainer.models.instrument import Instrumentation
 from flex_trainer.provision.after_router import AfterRouter
 from flex_trainer.provision.device_books import DeviceBooks, MemoryLimitError
@@ -212,7 +212,8 @@ class FlexRuntime(RunView):
         # Step 2: the model.
         undo: list[Callable[[], None]] = []
         try:
-            undo.append(self._stop_checkpointing(model))
+            warn_of_checkpointing(model)
+            undo.append(stop_checkpointing(model))
             listener = AfterRouter(one, lambda: self.running)
             enter = functools.partial(self._entered, one)
             undo.append(Instrumentation(model, managed.map, listener, enter).remove)
@@ -259,15 +260,6 @@ class FlexRuntime(RunView):
             self._undo.clear()
         for part in detached:
             part.save_profile()
-
-    def _stop_checkpointing(self, model: nn.Module) -> Callable[[], None]:
-        if is_checkpointing(model):
-            warnings.warn(
-                "gradient checkpointing is on; FlexTrainer decides per operator what to recompute and turns it off "
-                "while it manages this model. Set gradient_checkpointing=False to silence this.",
-                stacklevel=3,
-            )
-        return stop_checkpointing(model)
 
     def _wrap_forward(self, part: ModelPart) -> Callable[[], None]:
         model = part.managed.module

@@ -7,6 +7,7 @@ is left alone (`Scope.is_on_top`).
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,16 @@ _MARK = "_flex_passes_by"
 def is_checkpointing(model: nn.Module) -> bool:
     """Whether any part of `model` recomputes in the way of transformers, or is inside one of torch's wrappers."""
     return bool(_checkpointing_modules(model)) or any(not _is_passed_by(wrapper) for wrapper in _wrappers(model))
+
+
+def warn_of_checkpointing(model: nn.Module) -> None:
+    """Say that checkpointing is turned off, where it is on. To be called by `attach`: the warning is its caller's."""
+    if is_checkpointing(model):
+        warnings.warn(
+            "gradient checkpointing is on; FlexTrainer decides per operator what to recompute and turns it off "
+            "while it manages this model. Set gradient_checkpointing=False to silence this.",
+            stacklevel=3,
+        )
 
 
 def stop_checkpointing(model: nn.Module) -> Callable[[], None]:
