@@ -10,7 +10,7 @@ from typing import Any
 from flex_trainer.config import nearest
 from flex_trainer.errors import UserError
 
-BENCHMARKS = ("step", "planner", "predict", "survive", "ep", "host")
+BENCHMARKS = ("step", "planner", "predict", "survive", "ep", "host", "fused")
 """Modules of this package; each has `measure(is_quick)`, which returns figures, bounds and which are met."""
 
 

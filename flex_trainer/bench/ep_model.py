@@ -79,12 +79,18 @@ def write_weights(model: PreTrainedModel, path: Path) -> None:
             transformers_logging.enable_progress_bar()
 
 
-def load_model(path: str | Path, mesh: MeshSizes | None = None, implementation: str = NATIVE) -> PreTrainedModel:
-    """This rank's share of the model at `path`, or all of it without a mesh; in training mode."""
+def load_model(
+    path: str | Path, mesh: MeshSizes | None = None, implementation: str = NATIVE, **options: Any
+) -> PreTrainedModel:
+    """This rank's share of the model at `path`, or all of it without a mesh; in training mode.
+
+    Args:
+        options: settings of its config.
+    """
     if mesh is None:
-        return AutoModelForCausalLM.from_pretrained(path).train()
+        return AutoModelForCausalLM.from_pretrained(path, **options).train()
     sharding = DistributedConfig(**mesh._asdict(), ep_implementation=implementation)
-    return AutoModelForCausalLM.from_pretrained(path, distributed_config=sharding).train()
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=sharding, **options).train()
 
 
 def rank_batch(shape_batch_size: int, sequence_length: int, rank: int, number: int = 0) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 
 from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model, rank_batch
 from flex_trainer.bench.ep_ranks import join_ranks
+from flex_trainer.bench.fused_equality_rank import Chosen
 from flex_trainer.config import FlexConfig
 from flex_trainer.memory.enforce import return_freed_memory
 from flex_trainer.planner.fusion import Side
 from flex_trainer.plugin import FlexPlugin
+from flex_trainer.testing.forced import ForcedRuntime
 
 _WARM_UP_STEPS = 4
 """First touches, traces, first orders."""
@@ -26,20 +28,33 @@ class Way:
     """One way of running steps: a model, an optimizer and a plugin of its own.
 
     Args:
-        settings: of FlexConfig.
+        fuse: as in `FlexConfig`.
+        choices: of `fused_equality_rank.CHOICES`; None: planned under `memory_limit`.
         pattern: a fixed order, letters F and B of a layer, again and again; None: as it is planned.
     """
 
-    def __init__(self, path: str, settings: Mapping[str, Any], pattern: str | None, accumulation: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        memory_limit: str,
+        accumulation: int,
+        *,
+        fuse: str | bool,
+        choices: str | None = None,
+        pattern: str | None = None,
+    ) -> None:
         num_ranks = torch.distributed.get_world_size()
         self.model: PreTrainedModel = load_model(path, MeshSizes(num_ranks, num_ranks), FLEX)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
         self._accumulation = accumulation
-        self.plugin = FlexPlugin(FlexConfig(**settings))
+        self.plugin = FlexPlugin(FlexConfig(memory_limit=memory_limit, fuse=fuse))
+        if choices is not None:
+            self.plugin.runtime = ForcedRuntime(Chosen(choices), fuse=fuse)
         self.plugin.attach(self._accelerator, self.model)
         if pattern is not None and self.plugin.fused is not None:
-            self.plugin.fused.choice.fix(tuple(map(Side, pattern)))
+            num_layers = self.model.config.num_hidden_layers
+            self.plugin.fused.choice.fix(tuple(map(Side, pattern * (2 * num_layers))))
 
     def step(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[float]:
         """One optimizer step, as Trainer makes it. Returns the losses."""
@@ -63,13 +78,14 @@ def in_turns(
     batch_size: int,
     sequence_length: int,
     accumulation: int,
+    memory_limit: str,
     ways: Mapping[str, Mapping[str, Any]],
     num_rounds: int,
 ) -> dict[str, dict[str, Any]]:
     """A step of each way in turns, on this rank.
 
     Args:
-        ways: by name, `{"settings": of FlexConfig, "pattern": letters or None}`.
+        ways: by name: arguments of `Way`.
 
     Returns:
         By way: seconds of every timed step, losses of all steps, and from the records of the timed steps: exchange,
@@ -80,7 +96,7 @@ def in_turns(
     torch.set_num_threads(1)
     return_freed_memory()
     rank = torch.distributed.get_rank()
-    all_ways = {name: Way(path, way["settings"], way.get("pattern"), accumulation) for name, way in ways.items()}
+    all_ways = {name: Way(path, memory_limit, accumulation, **way) for name, way in ways.items()}
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "losses": []} for name in all_ways}
     for number in range(-_WARM_UP_STEPS, num_rounds):
         first = (number + _WARM_UP_STEPS) * accumulation
@@ -97,11 +113,14 @@ def in_turns(
         fields = ("exchange_ms", "exposed_ms", "pair_ms", "predicted_pair_ms", "run_ms", "plan_ms", "peak_bytes")
         found[name] |= {field: [getattr(record, field) for record in records] for field in fields}
         found[name]["freed_bytes"] = sum(sum(record.freed_bytes.values()) for record in records)
-        found[name]["is_fused"] = way.plugin.fused is not None and way.plugin.fused.num_pairs > 0
-        if way.plugin.fused is not None:
-            choice = way.plugin.fused.choice
-            found[name]["predicted_ratio"] = choice.pair_seconds / max(choice.sequential_seconds, 1e-9)
-            found[name]["order"] = "".join(side.value for side in choice.order)
+        fused = way.plugin.fused
+        found[name]["num_pairs"] = 0 if fused is None else fused.num_pairs
+        if fused is not None and fused.choice.window is not None:
+            window = fused.choice.window
+            stages = (*window.forward, *window.backward)
+            found[name]["compute_ms"] = 1e3 * sum(stage.seconds for stage in stages)
+            found[name]["exchange_alone_ms"] = 1e3 * sum(stage.exchange_seconds for stage in stages)
+            found[name]["order"] = "".join(side.value for side in fused.choice.order)
         way.plugin.detach()
     torch.distributed.destroy_process_group()
     return found

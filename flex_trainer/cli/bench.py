@@ -21,7 +21,10 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Small and fast: shows that it runs.")] = False,
     part: Annotated[
         list[str] | None,
-        typer.Option("--part", help="Of ep: equality, skew, wire or loopback; may be repeated. All when left out."),
+        typer.Option(
+            "--part",
+            help="Of ep and fused: one of their parts; may be repeated. All when left out.",
+        ),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Of ep's equality: only meshes of so many ranks (2 or 4).")

@@ -57,6 +57,8 @@ class OrderChoice:
         """Whether pairs are run."""
         self.order: Order = ()
         """Of the next pair; empty: sides alternate."""
+        self.window: Window | None = None
+        """What the order was planned for."""
         self.pair_seconds = 0.0
         """Predicted time of the next pair; 0 where no order was planned yet."""
         self.sequential_seconds = 0.0
@@ -127,6 +129,7 @@ class OrderChoice:
         return Window(tuple(sides[Side.FORWARD]), tuple(sides[Side.BACKWARD]))
 
     def _decide(self, window: Window) -> None:
+        self.window = window
         if self._fixed is not None:
             return
         planned = plan_order(window, None)

@@ -37,8 +37,8 @@ class MixedChoices:
 class ForcedRuntime(FlexRuntime):
     """A runtime in which the choices are given, not planned, and hold for every storage however small."""
 
-    def __init__(self, choices: Choices) -> None:
-        super().__init__(FlexConfig(_AMPLE_LIMIT, ("recompute", "offload", "quantize"), trace=False))
+    def __init__(self, choices: Choices, *, fuse: str | bool = False) -> None:
+        super().__init__(FlexConfig(_AMPLE_LIMIT, ("recompute", "offload", "quantize"), trace=False, fuse=fuse))
         self._choices = choices
 
     def _begin(self, part: ModelPart, shape: BatchShape, number: int) -> MicroBatch:

@@ -27,7 +27,8 @@ class FailingTrainer(FlexTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.how.startswith("fused"):
             if self.state.global_step == 1 and self.args.process_index == FAILING_RANK and not self.time_file.exists():
-                self.arm(self.model.model.layers[-1])
+                model: Any = self.model
+                self.arm(model.model.layers[-1])
         elif self.state.global_step == 1:
             if self.args.process_index == FAILING_RANK:
                 self.time_file.write_text(str(time.time()))

@@ -16,7 +16,7 @@ from tests.tiers import first_quick
 pytestmark = pytest.mark.ranks
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "gpt_oss", "granitemoe")
-JOB = "tests.distributed.fused_jobs:steps"
+JOB = "flex_trainer.bench.fused_equality_rank:steps"
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,7 @@ def check(
         fuse=(False, True),
         num_steps=num_steps,
         accumulation=accumulation,
-        fsdp=num_ranks,
-        ep=2,
+        mesh=[2, num_ranks],
         **job,
     )
     for answers in by_rank:
@@ -50,45 +49,45 @@ def check(
 
 
 @pytest.mark.parametrize("architecture", first_quick(FAMILIES, 1))
-@pytest.mark.parametrize("strategy", ["keep", "recompute", "offload", "mixed", "recomputed_dispatch"])
-def test_under_every_strategy(two_ranks: RankPool, directory: Path, architecture: str, strategy: str) -> None:
-    check(two_ranks, saved_model(directory, architecture), strategy=strategy)
+@pytest.mark.parametrize("choices", first_quick(("keep", "recomputed_dispatch", "recompute", "offload", "mixed"), 2))
+def test_under_every_strategy(two_ranks: RankPool, directory: Path, architecture: str, choices: str) -> None:
+    check(two_ranks, saved_model(directory, architecture), choices=choices)
 
 
 @pytest.mark.parametrize("accumulation", first_quick((3, 4, 8)))
 def test_windows_of_several_lengths(two_ranks: RankPool, directory: Path, accumulation: int) -> None:
-    check(two_ranks, saved_model(directory, "qwen3_moe"), strategy="mixed", accumulation=accumulation)
+    check(two_ranks, saved_model(directory, "qwen3_moe"), choices="mixed", accumulation=accumulation)
 
 
-@pytest.mark.parametrize("strategy", first_quick(("recomputed_dispatch", "keep", "recompute")))
-def test_random_numbers_are_those_of_one_after_the_other(two_ranks: RankPool, directory: Path, strategy: str) -> None:
+@pytest.mark.parametrize("choices", first_quick(("recomputed_dispatch", "keep", "recompute")))
+def test_random_numbers_are_those_of_one_after_the_other(two_ranks: RankPool, directory: Path, choices: str) -> None:
     """A recomputation in backward, which draws the numbers of its forward again, hands over to a forward that draws
     its own."""
     path = saved_model(directory / "deep", "qwen3_moe", num_hidden_layers=6)
     options = {"attention_dropout": 0.3, "attn_implementation": "eager"}
-    check(two_ranks, path, strategy=strategy, accumulation=4, order_seed=1, options=options)
+    check(two_ranks, path, choices=choices, accumulation=4, order_seed=1, options=options)
 
 
 @pytest.mark.parametrize("seed", first_quick(tuple(range(6)), 2))
 def test_in_any_order(two_ranks: RankPool, directory: Path, seed: int) -> None:
     path = saved_model(directory / "deep", "deepseek_v3", num_hidden_layers=5)
-    strategy = ("mixed", "recomputed_dispatch")[seed % 2]
-    check(two_ranks, path, strategy=strategy, accumulation=5, order_seed=seed)
+    choices = ("mixed", "recomputed_dispatch")[seed % 2]
+    check(two_ranks, path, choices=choices, accumulation=5, order_seed=seed)
 
 
-@pytest.mark.parametrize("strategy", first_quick(("mixed", "recomputed_dispatch")))
-def test_under_autocast(two_ranks: RankPool, directory: Path, strategy: str) -> None:
-    check(two_ranks, saved_model(directory, "glm4_moe"), strategy=strategy, has_autocast=True)
+@pytest.mark.parametrize("choices", first_quick(("mixed", "recomputed_dispatch")))
+def test_under_autocast(two_ranks: RankPool, directory: Path, choices: str) -> None:
+    check(two_ranks, saved_model(directory, "glm4_moe"), choices=choices, has_autocast=True)
 
 
-@pytest.mark.parametrize("strategy", first_quick(("recomputed_dispatch", "keep")))
-def test_uneven_lengths(two_ranks: RankPool, directory: Path, strategy: str) -> None:
-    check(two_ranks, saved_model(directory, "deepseek_v3"), strategy=strategy, is_uneven=True, accumulation=3)
+@pytest.mark.parametrize("choices", first_quick(("recomputed_dispatch", "keep")))
+def test_uneven_lengths(two_ranks: RankPool, directory: Path, choices: str) -> None:
+    check(two_ranks, saved_model(directory, "deepseek_v3"), choices=choices, is_uneven=True, accumulation=3)
 
 
-@pytest.mark.parametrize("strategy", first_quick(("mixed", "recomputed_dispatch")))
-def test_a_rank_without_tokens(two_ranks: RankPool, directory: Path, strategy: str) -> None:
-    check(two_ranks, saved_model(directory, "mixtral"), strategy=strategy, is_skewed=True)
+@pytest.mark.parametrize("choices", first_quick(("mixed", "recomputed_dispatch")))
+def test_a_rank_without_tokens(two_ranks: RankPool, directory: Path, choices: str) -> None:
+    check(two_ranks, saved_model(directory, "mixtral"), choices=choices, is_skewed=True)
 
 
 def test_planned(two_ranks: RankPool, directory: Path) -> None:
@@ -150,6 +149,6 @@ def test_gradients_that_are_reduced_in_each_micro_batch(four_ranks: RankPool, tm
     assert fused["losses"] == plain["losses"] and fused["grad_norms"] == plain["grad_norms"]
 
 
-@pytest.mark.parametrize("strategy", ["mixed", "recomputed_dispatch"])
-def test_experts_in_shards(four_ranks: RankPool, directory: Path, strategy: str) -> None:
-    check(four_ranks, saved_model(directory, "deepseek_v3"), num_ranks=4, strategy=strategy, accumulation=3)
+@pytest.mark.parametrize("choices", ["mixed", "recomputed_dispatch"])
+def test_experts_in_shards(four_ranks: RankPool, directory: Path, choices: str) -> None:
+    check(four_ranks, saved_model(directory, "deepseek_v3"), num_ranks=4, choices=choices, accumulation=3)

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flex_trainer.experts.autograd import combine, dispatch
-from flex_trainer.experts.handover import WaitHere
+from flex_trainer.experts.handover import WaitHere, Waiting
 from flex_trainer.experts.layout import Layout, Outgoing, RecomputeVote
 from flex_trainer.experts.transport import AllToAll
 
@@ -36,6 +36,8 @@ class Done:
 
 class Mirror(AllToAll):
     """Every other rank sends what this rank sends to it: rows come back as they are."""
+
+    waiting: Waiting = WaitHere()
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
