@@ -19,6 +19,8 @@ memory is the worst one, wherever it stands in the window.
 | `flex/plan/prediction_error_percent`, `..._mean_percent` | error of the predicted activation bytes, worst and mean |
 | `flex/time/step_ms`, `predicted_step_ms` | forward and backward, measured (without planning) and predicted, means |
 | `flex/time/error_percent`, `error_mean_percent` | error of the predicted time, worst and mean |
+| `flex/exchange/ms`, `exposed_ms` | exchanges between ranks; the part in which nothing was computed; means |
+| `flex/exchange/hidden_share` | the other part, over all of the exchanges' time: 0 to 1 |
 | `flex/spike/count`, `total` | spikes in the window, and in the run |
 | `flex/spike/over_limit_count`, `over_limit_total` | micro-batches with a peak over the limit, the same way |
 | `flex/retries/count`, `flex/retries/total` | optimizer steps rolled back and retried, the same way |
@@ -34,7 +36,7 @@ from typing import Any, Protocol
 from flex_trainer.config import STRATEGIES
 from flex_trainer.records import MicroBatchRecord, StepRetry
 from flex_trainer.reports.ranks import Runtime as RankRuntime
-from flex_trainer.reports.summary import plan_percent, prediction_error_percents, time_error_percents
+from flex_trainer.reports.summary import hidden_share, plan_percent, prediction_error_percents, time_error_percents
 
 GIB_BYTES = 2**30
 
@@ -56,6 +58,8 @@ _AVERAGED = frozenset(
         "flex/time/step_ms",
         "flex/time/predicted_step_ms",
         "flex/time/error_mean_percent",
+        "flex/exchange/ms",
+        "flex/exchange/exposed_ms",
     }
 )
 _RANK_NAMES = {
@@ -112,6 +116,12 @@ def flex_logs(
         logs["flex/time/predicted_step_ms"] = sum(record.predicted_step_ms for record in timed) / len(timed)
         logs["flex/time/error_percent"] = max(time_errors)
         logs["flex/time/error_mean_percent"] = sum(time_errors) / len(time_errors)
+    exchange_ms = sum(record.exchange_ms for record in records)
+    if exchange_ms > 0:
+        exposed_ms = sum(record.exposed_ms for record in records)
+        logs["flex/exchange/ms"] = exchange_ms / len(records)
+        logs["flex/exchange/exposed_ms"] = exposed_ms / len(records)
+        logs["flex/exchange/hidden_share"] = hidden_share(exchange_ms, exposed_ms)
     logs["flex/spike/count"] = sum(record.is_spike for record in records)
     logs["flex/spike/over_limit_count"] = sum(record.is_over_limit for record in records)
     logs["flex/retries/count"] = len(retries)
@@ -122,8 +132,8 @@ def reduce_over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One row from the rows of all ranks, in rank order; empty rows (a rank without micro-batches) are left out.
 
     Counts are added, means averaged, all else is the largest. `peak_micro_batch` is the one of the rank with the
-    highest peak. `peak_rank`, `limit_percent_rank` and `max_rank` name the rank that had the largest peak, share of its
-    limit and imbalance; of several, the first.
+    highest peak; `hidden_share` is that of the averaged times. `peak_rank`, `limit_percent_rank` and `max_rank` name
+    the rank that had the largest peak, share of its limit and imbalance; of several, the first.
     """
     filled = [(rank, row) for rank, row in enumerate(rows) if row]
     if not filled:
@@ -138,6 +148,9 @@ def reduce_over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         else:
             reduced[name] = max(values)
     if len(rows) > 1:
+        if "flex/exchange/ms" in reduced:
+            times = reduced["flex/exchange/ms"], reduced["flex/exchange/exposed_ms"]
+            reduced["flex/exchange/hidden_share"] = hidden_share(*times)
         for name, rank_name in _RANK_NAMES.items():
             worst_rank, worst_row = max(filled, key=lambda pair: pair[1][name])
             reduced[rank_name] = worst_rank

@@ -104,6 +104,13 @@ class MicroBatchRecord:
             return None
         return 100 * abs(self.predicted_step_ms - self.run_ms) / self.run_ms
 
+    @property
+    def pair_error_percent(self) -> float | None:
+        """The same of `pair_ms`. None where there was no pair, or none was predicted."""
+        if self.predicted_pair_ms <= 0 or self.pair_ms <= 0:
+            return None
+        return 100 * abs(self.predicted_pair_ms - self.pair_ms) / self.pair_ms
+
 
 class Span(NamedTuple):
     """When one thing was under way, in milliseconds from the begin of its pair."""

@@ -45,6 +45,8 @@ class Point:
     error_percent: float
     freed_bytes: Mapping[str, int]
     """Of the micro-batch that freed most in all."""
+    exchange_ms: tuple[float, float]
+    """Of the micro-batch whose exchanges took longest: their time, and the exposed part of it."""
     is_spike: bool
     is_over_limit: bool
 
@@ -57,6 +59,7 @@ class Point:
             largest={name: getattr(record, name) for name in MAXIMUM_FIELDS},
             error_percent=record.prediction_error_percent or 0.0,
             freed_bytes=record.freed_bytes,
+            exchange_ms=(record.exchange_ms, record.exposed_ms),
             is_spike=record.is_spike,
             is_over_limit=record.is_over_limit,
         )
@@ -70,6 +73,7 @@ class Point:
             largest={name: max(value, later.largest[name]) for name, value in self.largest.items()},
             error_percent=max(self.error_percent, later.error_percent),
             freed_bytes=max(self.freed_bytes, later.freed_bytes, key=lambda freed: sum(freed.values())),
+            exchange_ms=max(self.exchange_ms, later.exchange_ms),
             is_spike=self.is_spike or later.is_spike,
             is_over_limit=self.is_over_limit or later.is_over_limit,
         )
@@ -133,6 +137,14 @@ class Totals:
     num_time_errors: int = 0
     """The same of times."""
     time_error_percents: float = 0.0
+    exchange_ms: float = 0.0
+    """See `MicroBatchRecord.exchange_ms`."""
+    exposed_ms: float = 0.0
+    num_pairs: int = 0
+    """Micro-batches whose forward ran beside a backward."""
+    num_pair_errors: int = 0
+    """Those of them whose time was predicted, and the sum of the errors."""
+    pair_error_percents: float = 0.0
     num_noteworthy: int = 0
     """Spikes, and micro-batches over the limit."""
     noteworthy: list[MicroBatchRecord] = field(default_factory=list)
@@ -171,6 +183,13 @@ class Totals:
         if time_error is not None:
             self.num_time_errors += 1
             self.time_error_percents += time_error
+        self.exchange_ms += record.exchange_ms
+        self.exposed_ms += record.exposed_ms
+        self.num_pairs += record.pair_ms > 0
+        pair_error = record.pair_error_percent
+        if pair_error is not None:
+            self.num_pair_errors += 1
+            self.pair_error_percents += pair_error
         if record.is_spike or record.is_over_limit:
             self._note(record)
         self.points.add(record)
@@ -190,6 +209,10 @@ class Totals:
     @property
     def mean_time_error_percent(self) -> float | None:
         return self.time_error_percents / self.num_time_errors if self.num_time_errors else None
+
+    @property
+    def mean_pair_error_percent(self) -> float | None:
+        return self.pair_error_percents / self.num_pair_errors if self.num_pair_errors else None
 
     def copy(self) -> Totals:
         other = Totals(**{name: getattr(self, name) for name in self.__dataclass_fields__})

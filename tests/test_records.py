@@ -26,6 +26,10 @@ def unusual(number: int):
         demand_bytes=(2 + number) * GIB_BYTES if is_spike else 0,
         plan_ms=1.0,
         freed_bytes={"recompute": number},
+        exchange_ms=4.0 + number % 5,
+        exposed_ms=1.0,
+        pair_ms=float(number % 2),
+        predicted_pair_ms=float(number % 3),
         predicted_bytes=GIB_BYTES // 2 + number,
     )
 
@@ -76,6 +80,19 @@ def test_memory_is_flat_over_many_micro_batches() -> None:
     timeline = make_timeline(records)
     assert len(timeline) <= 480 and (timeline.first[0], timeline.last[-1]) == (0, 59_999)
     assert max(timeline.columns["peak_bytes"]) == 3 * GIB_BYTES
+
+
+def test_exchanges_and_pairs_are_summed_over_the_run() -> None:
+    totals = RunRecords([unusual(number) for number in range(60)], max_records=10).totals()
+    assert (totals.exchange_ms, totals.exposed_ms, totals.num_pairs) == (60 * 6.0, 60.0, 30)
+    # Of 1 ms, 1 or 2 were predicted, or nothing.
+    assert totals.num_pair_errors == 20 and totals.mean_pair_error_percent == 50.0
+
+
+def test_the_error_of_a_pair_needs_a_pair_and_a_prediction() -> None:
+    assert make_record(0, pair_ms=80.0, predicted_pair_ms=100.0).pair_error_percent == 25.0
+    assert make_record(0, pair_ms=80.0).pair_error_percent is None
+    assert make_record(0, predicted_pair_ms=80.0).pair_error_percent is None
 
 
 @pytest.mark.parametrize("number", [1, 2, 39, 40, 41, 500, 1000])

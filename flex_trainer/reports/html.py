@@ -9,8 +9,9 @@ from html import escape
 from pathlib import Path
 
 from flex_trainer.files import write_whole
-from flex_trainer.records import MicroBatchRecord, StepRetry, totals_of
+from flex_trainer.records import MicroBatchRecord, PairTimeline, StepRetry, totals_of
 from flex_trainer.reports.page_style import CSS, SCRIPT
+from flex_trainer.reports.pair_plot import pair_html
 from flex_trainer.reports.panels import panels
 from flex_trainer.reports.plots import LEFT, PLOT_WIDTH
 from flex_trainer.reports.ranks import RankSummary, merge_ranks, nearest_line, ranks_html
@@ -30,6 +31,7 @@ def write_report(
     info: Mapping[str, str] | None = None,
     retries: Sequence[StepRetry] = (),
     ranks: Sequence[RankSummary] = (),
+    pair: PairTimeline | None = None,
 ) -> Path:
     """Write the report page of `records`, whole or not at all, and return its path.
 
@@ -40,11 +42,12 @@ def write_report(
         info: facts for the head of the page, such as model, device and versions, as (name, value).
         retries: steps that were rolled back and retried.
         ranks: of a run on several, what `gather_ranks` returns.
+        pair: a forward and the backward beside it, to be drawn.
 
     Raises:
         ValueError: the file cannot be written (no permission, not a directory, a full disk).
     """
-    return write_whole(Path(path), render_report(records, limit_bytes, info or {}, retries, ranks), "the report")
+    return write_whole(Path(path), render_report(records, limit_bytes, info or {}, retries, ranks, pair), "the report")
 
 
 def render_report(
@@ -53,6 +56,7 @@ def render_report(
     info: Mapping[str, str],
     retries: Sequence[StepRetry] = (),
     ranks: Sequence[RankSummary] = (),
+    pair: PairTimeline | None = None,
 ) -> str:
     """The report page as text."""
     timeline = make_timeline(records)
@@ -61,6 +65,7 @@ def render_report(
     if records:
         body.append(_grouping_note(timeline))
         body += [panel.html() for panel in panels(timeline)]
+        body.append(pair_html(pair))
         body.append(_spikes(records))
         body.append(_retries(retries))
         body.append('<div id="where" aria-live="polite"></div>')

@@ -6,11 +6,15 @@ from __future__ import annotations
 CSS = """
 :root { color-scheme: light dark; --page: #ffffff; --panel: #f6f7f9; --text: #1d2430; --soft: #5b6675; --grid: #dfe3e8;
   --peak: #0072b2; --predicted: #d55e00; --bound: #b3261e; --base: #8a94a3; --demand: #a9b3c1; --recompute: #0072b2;
-  --offload: #e69f00; --quantize: #009e73; --tokens: #56789a; --imbalance: #aa5f93; --error: #d55e00; }
+  --offload: #e69f00; --quantize: #009e73; --tokens: #56789a; --imbalance: #aa5f93; --error: #d55e00;
+  --hidden: #a9b3c1; --exposed: #d55e00; --forward: #0072b2; --backward: #aa5f93; --counts: #8a94a3;
+  --dispatch: #e69f00; --combine: #009e73; --gather: #b3261e; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #14181f; --panel: #1c222b; --text: #e6eaf0; --soft: #9aa5b4; --grid: #303845; --peak: #56b4e9;
     --predicted: #ff9a56; --bound: #ff7b72; --base: #76808f; --demand: #5d6877; --recompute: #56b4e9;
-    --offload: #f0b93a; --quantize: #2fc79b; --tokens: #8db2d6; --imbalance: #d48fbd; --error: #ff9a56; } }
+    --offload: #f0b93a; --quantize: #2fc79b; --tokens: #8db2d6; --imbalance: #d48fbd; --error: #ff9a56;
+    --hidden: #5d6877; --exposed: #ff9a56; --forward: #56b4e9; --backward: #d48fbd; --counts: #76808f;
+    --dispatch: #f0b93a; --combine: #2fc79b; --gather: #ff7b72; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 28px 24px 60px; max-width: 1060px; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
@@ -43,12 +47,22 @@ svg { display: block; width: 100%; height: auto; margin-top: 8px; }
 .series-recompute { --colour: var(--recompute); } .series-offload { --colour: var(--offload); }
 .series-quantize { --colour: var(--quantize); } .series-tokens { --colour: var(--tokens); }
 .series-imbalance { --colour: var(--imbalance); } .series-error { --colour: var(--error); }
+.series-exposed { --colour: var(--exposed); } .series-hidden { --colour: var(--hidden); }
+.series-forward { --colour: var(--forward); } .series-backward { --colour: var(--backward); }
+.series-counts { --colour: var(--counts); } .series-dispatch { --colour: var(--dispatch); }
+.series-combine { --colour: var(--combine); } .series-gather { --colour: var(--gather); }
+.bar { fill: var(--colour); stroke: var(--panel); stroke-width: 0.5; }
+.bar:hover { stroke: var(--text); stroke-width: 1.2; }
+.lane { fill: var(--grid); opacity: 0.35; }
+.idle { fill: var(--text); opacity: 0.13; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 6px 0 0; padding: 0; font-size: 13px;
   color: var(--soft); }
 .key { display: inline-block; width: 22px; border-top: 3px solid var(--colour); vertical-align: middle;
   margin-right: 7px; }
 .key.dashed { border-top-style: dashed; }
 .key.dot { width: 9px; height: 9px; border: 0; border-radius: 50%; }
+.key.box { width: 12px; height: 12px; border: 0; border-radius: 2px; background: var(--colour); }
+.key.box.idle { background: var(--text); }
 .key.dot.spike { background: var(--offload); } .key.dot.over { background: var(--bound); }
 output { color: var(--text); font-weight: 600; font-variant-numeric: tabular-nums; }
 #where { position: sticky; bottom: 0; text-align: center; font-size: 13px; color: var(--soft); padding: 6px;
@@ -64,7 +78,7 @@ td.bad { color: var(--bound); font-weight: 600; }
 SCRIPT = """
 (() => {
   const first = JSON.parse(document.body.dataset.first), last = JSON.parse(document.body.dataset.last);
-  const charts = document.querySelectorAll("svg"), where = document.getElementById("where");
+  const charts = document.querySelectorAll("svg[data-num-points]"), where = document.getElementById("where");
   const left = Number(document.body.dataset.left), plot = Number(document.body.dataset.plot);
   const show = (index) => {
     const on = index >= 0 && index < first.length;

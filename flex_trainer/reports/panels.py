@@ -40,6 +40,7 @@ def panels(timeline: Timeline) -> list[Panel]:
         _activations(timeline),
         _freed(timeline),
         _times(timeline),
+        *_exchanges(timeline),
         _simple(timeline, "Tokens", "Tokens per micro-batch, padding included.", "tokens", "num_tokens", Axis("")),
         _simple(
             timeline,
@@ -146,6 +147,28 @@ def _times(timeline: Timeline) -> Panel:
         line_chart("Time per micro-batch", timeline.first, series, axis, height=150),
         legend(series, axis),
     )
+
+
+def _exchanges(timeline: Timeline) -> list[Panel]:
+    """None where nothing was exchanged."""
+    exposed, hidden = timeline.columns["exposed_ms"], timeline.columns["hidden_ms"]
+    if not any(exposed) and not any(hidden):
+        return []
+    series = [
+        Series("exposed", "exposed: nothing was computed", exposed),
+        Series("hidden", "hidden behind compute", hidden),
+    ]
+    axis = Axis("ms")
+    return [
+        Panel(
+            "Exchanges between ranks",
+            "Time in which rows or gathered weights were on their way, stacked. Only the exposed part makes a step "
+            "longer.",
+            line_chart("Exchange time per micro-batch", timeline.first, series, axis, height=150, is_stacked=True),
+            legend(series, axis),
+            is_stacked=True,
+        )
+    ]
 
 
 def _simple(timeline: Timeline, title: str, explanation: str, name: str, column: str, axis: Axis) -> Panel:

@@ -75,9 +75,11 @@ def nearest_to_limit(ranks: Sequence[RankSummary]) -> RankSummary:
 
 def merge_ranks(ranks: Sequence[RankSummary]) -> RunSummary:
     """One summary of all ranks: limit and peak are those of the rank nearest to its limit, counts and bytes are added,
-    times are the largest, prediction errors are the mean."""
+    times are the largest, prediction errors are the mean. Exchanges are those of the rank where they took longest."""
     summaries = [rank.summary for rank in ranks]
     errors = [one.mean_prediction_error_percent for one in summaries if one.mean_prediction_error_percent is not None]
+    pair_errors = [one.mean_pair_error_percent for one in summaries if one.mean_pair_error_percent is not None]
+    longest = max(summaries, key=lambda one: one.exchange_ms)
     time_errors = [one.mean_time_error_percent for one in summaries if one.mean_time_error_percent is not None]
     return replace(
         nearest_to_limit(ranks).summary,
@@ -93,6 +95,10 @@ def merge_ranks(ranks: Sequence[RankSummary]) -> RunSummary:
         mean_prediction_error_percent=sum(errors) / len(errors) if errors else None,
         plan_percent=max(one.plan_percent for one in summaries),
         mean_time_error_percent=sum(time_errors) / len(time_errors) if time_errors else None,
+        exchange_ms=longest.exchange_ms,
+        exposed_ms=longest.exposed_ms,
+        num_pairs=sum(one.num_pairs for one in summaries),
+        mean_pair_error_percent=sum(pair_errors) / len(pair_errors) if pair_errors else None,
     )
 
 

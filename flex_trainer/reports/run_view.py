@@ -62,5 +62,5 @@ class RunView(ABC):
             "Strategies": ", ".join(self.config.strategies) or "none",
             "Memory limit": format_bytes(self.limit_bytes),
         }
-        write_report(Path(path), self.records, self.limit_bytes, info, self.retries, ranks)
+        write_report(Path(path), self.records, self.limit_bytes, info, self.retries, ranks, self.last_pair)
         return Path(path)

@@ -49,6 +49,14 @@ class RunSummary:
     """Planning time as a share of forward and backward time."""
     mean_time_error_percent: float | None = None
     """Mean error of the predicted time of a micro-batch; None when nothing was predicted."""
+    exchange_ms: float = 0.0
+    """Time in which exchanges between ranks were under way, summed over micro-batches."""
+    exposed_ms: float = 0.0
+    """The part of it in which nothing was computed."""
+    num_pairs: int = 0
+    """Micro-batches whose forward ran beside the backward of another one."""
+    mean_pair_error_percent: float | None = None
+    """Mean error of the predicted time of such a pair; None when nothing was predicted."""
 
 
 def prediction_error_percent(record: MicroBatchRecord) -> float | None:
@@ -66,6 +74,11 @@ def time_error_percents(records: Sequence[MicroBatchRecord]) -> list[float]:
     """The error of the predicted time of every micro-batch that has one (`MicroBatchRecord.time_error_percent`)."""
     errors = [record.time_error_percent for record in records]
     return [error for error in errors if error is not None]
+
+
+def hidden_share(exchange_ms: float, exposed_ms: float) -> float:
+    """Of the time of exchanges, the share in which something was computed meanwhile: 0 to 1; 0 without exchanges."""
+    return max(1 - exposed_ms / exchange_ms, 0.0) if exchange_ms > 0 else 0.0
 
 
 def plan_percent(records: Sequence[MicroBatchRecord]) -> float:
@@ -93,6 +106,10 @@ def summarize(records: Sequence[MicroBatchRecord], limit_bytes: int, retries: Se
         mean_prediction_error_percent=totals.mean_error_percent,
         plan_percent=100 * totals.plan_ms / totals.step_ms if totals.step_ms > 0 else 0.0,
         mean_time_error_percent=totals.mean_time_error_percent,
+        exchange_ms=totals.exchange_ms,
+        exposed_ms=totals.exposed_ms,
+        num_pairs=totals.num_pairs,
+        mean_pair_error_percent=totals.mean_pair_error_percent,
     )
 
 
@@ -114,10 +131,32 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("offloaded", format_bytes(summary.offloaded_bytes)),
         ("quantized", format_bytes(summary.quantized_bytes)),
         ("median step time", f"{summary.median_step_ms:,.1f} ms"),
-        ("mean prediction error", "nothing predicted" if error is None else f"{error:.2f}%"),
-        ("mean error of predicted time", "nothing predicted" if time_error is None else f"{time_error:.2f}%"),
+        ("mean prediction error", _error(error)),
+        ("mean error of predicted time", _error(time_error)),
         ("planning", f"{summary.plan_percent:.2f}% of the step"),
+        *_exchange_lines(summary),
     ]
+
+
+def _exchange_lines(summary: RunSummary) -> list[tuple[str, str]]:
+    """Nothing for a run without exchanges and without pairs."""
+    lines = []
+    if summary.exchange_ms > 0:
+        percent = 100 * hidden_share(summary.exchange_ms, summary.exposed_ms)
+        time = _duration(summary.exchange_ms)
+        lines.append(("exchanges between ranks", f"{time} ({percent:.0f}% of it hidden behind compute)"))
+    if summary.num_pairs:
+        lines.append(("pairs run together", f"{summary.num_pairs:,} (a forward beside a backward)"))
+        lines.append(("mean error of pair time", _error(summary.mean_pair_error_percent)))
+    return lines
+
+
+def _error(percent: float | None) -> str:
+    return "nothing predicted" if percent is None else f"{percent:.2f}%"
+
+
+def _duration(ms: float) -> str:
+    return f"{ms / 1e3:,.1f} s" if ms >= 1e3 else f"{ms:.1f} ms"
 
 
 def summary_table(

@@ -23,7 +23,8 @@ class Timeline:
     columns: dict[str, tuple[float, ...]]
     """By field of `MicroBatchRecord` (bytes, tokens, ratio, ms), the group's maximum; also
     `error_percent` (maximum, 0 where nothing was predicted) and `freed_<strategy>_bytes` (of the micro-batch of the
-    group that freed most in all, so that the strategies stacked are what one micro-batch really freed)."""
+    group that freed most in all, so that the strategies stacked are what one micro-batch really freed); and, of the
+    micro-batch of the group whose exchanges took longest, `exposed_ms` and `hidden_ms`, the rest of their time."""
     is_spike: tuple[bool, ...]
     """Whether the group has a spike in it."""
     is_over_limit: tuple[bool, ...]
@@ -48,6 +49,8 @@ def make_timeline(records: Sequence[MicroBatchRecord], max_points: int = MAX_POI
     columns["error_percent"] = tuple(point.error_percent for point in points)
     for strategy in STRATEGIES:
         columns[f"freed_{strategy}_bytes"] = tuple(point.freed_bytes.get(strategy, 0) for point in points)
+    columns["exposed_ms"] = tuple(point.exchange_ms[1] for point in points)
+    columns["hidden_ms"] = tuple(max(point.exchange_ms[0] - point.exchange_ms[1], 0.0) for point in points)
     return Timeline(
         first=tuple(point.first for point in points),
         last=tuple(point.last for point in points),

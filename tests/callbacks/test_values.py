@@ -68,6 +68,21 @@ def test_ranks_are_reduced_with_the_rank_of_the_peak():
     assert reduce_over_ranks([{}, {}]) == {}
 
 
+def test_exchanges_are_means_and_their_share_is_of_all_of_them():
+    records = [make_record(0, exchange_ms=10.0, exposed_ms=10.0), make_record(1, exchange_ms=70.0, exposed_ms=10.0)]
+    here = flex_logs(records, LIMIT_BYTES)
+    assert (here["flex/exchange/ms"], here["flex/exchange/exposed_ms"]) == (40.0, 10.0)
+    assert here["flex/exchange/hidden_share"] == 0.75  # not the mean of 0 and 6/7
+    there = flex_logs([make_record(0, exchange_ms=120.0, exposed_ms=70.0)], LIMIT_BYTES)
+    nowhere = flex_logs([make_record(0)], LIMIT_BYTES)
+    assert not any(name.startswith("flex/exchange") for name in nowhere)
+    row = reduce_over_ranks([here, {}, nowhere, there])
+    assert (row["flex/exchange/ms"], row["flex/exchange/exposed_ms"]) == (80.0, 40.0)
+    assert row["flex/exchange/hidden_share"] == 0.5
+    assert not any(name.startswith("flex/exchange") for name in reduce_over_ranks([nowhere, nowhere]))
+    assert reduce_over_ranks([here]) == here
+
+
 def test_a_long_table_keeps_the_worst_in_order():
     records = [make_record(index, is_spike=True, demand_bytes=index % 7 * GIB_BYTES) for index in range(21)]
     rows = spike_rows(records, max_rows=6)

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from flex_trainer.config import FlexConfig
+from flex_trainer.records import PairTimeline, RunRecords, Span
 from flex_trainer.reports import render_report, write_report
 from flex_trainer.reports.html import MAX_SPIKE_ROWS
+from flex_trainer.reports.run_view import RunView
 from flex_trainer.testing.fake_runtime import GIB_BYTES, LIMIT_BYTES, make_record
 
 VOID_TAGS = {"meta", "br", "img", "link", "input"}
@@ -89,8 +92,55 @@ def test_the_page_has_the_run_in_it():
     assert ",".join(["1"] * 4 + ["2.5"] + ["1"] * 7) in values  # the measured peaks in GiB
 
 
+def exchanging_records(num_records: int):
+    return [
+        make_record(index, exchange_ms=40.0 + index, exposed_ms=10.0, pair_ms=80.0 if index % 2 else 0.0)
+        for index in range(num_records)
+    ]
+
+
+PAIR = PairTimeline(
+    1,
+    3,
+    9.0,
+    (
+        Span("forward", "counts", 0.0, 2.0),
+        Span("forward exchange", "counts", 2.0, 5.0),
+        Span("backward", "end", 2.0, 9.0),
+    ),
+)
+
+
+def test_exchanges_and_a_pair_are_shown_where_there_are_any():
+    page = Page(render_report(exchanging_records(4), LIMIT_BYTES, {}, pair=PAIR))
+    assert page.headings[5:7] == ["Time", "Exchanges between ranks"]
+    assert page.headings[-2:] == ["A forward beside a backward", "Spikes"]
+    values = [value for _, name, value in page.attributes if name == "data-values"]
+    assert "10,10,10,10" in values and "30,31,32,33" in values  # exposed, and the rest
+    assert "pairs run together" in page.text and "76% of it hidden behind compute" in page.text
+
+
+def test_the_cursor_is_only_on_charts_of_micro_batches():
+    html = render_report(exchanging_records(4), LIMIT_BYTES, {}, pair=PAIR)
+    assert html.count('class="cursor"') == html.count("<svg") - 1 == html.count(' data-num-points="')
+    assert 'querySelectorAll("svg[data-num-points]")' in html
+
+
+def test_a_run_hands_its_latest_pair_to_the_page(tmp_path: Path):
+    class View(RunView):
+        @property
+        def limit_bytes(self) -> int:
+            return LIMIT_BYTES
+
+    view = View(FlexConfig(memory_limit="2GiB"))
+    view.records = RunRecords(exchanging_records(4))
+    assert "A forward beside a backward" not in view.report(tmp_path / "report.html").read_text()
+    view.last_pair = PAIR
+    assert "A forward beside a backward" in view.report(tmp_path / "report.html").read_text()
+
+
 def test_nothing_is_fetched():
-    html = render_report(spiky_records(12), LIMIT_BYTES, {})
+    html = render_report(spiky_records(12) + exchanging_records(2), LIMIT_BYTES, {}, pair=PAIR)
     page = Page(html)
     assert not {name for _, name, _ in page.attributes} & {"src", "href", "xlink:href", "srcset", "action"}
     assert not any(tag in ("link", "img", "iframe", "object") for tag, _, _ in page.attributes)

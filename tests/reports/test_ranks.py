@@ -44,6 +44,19 @@ def test_a_merged_summary_adds_counts_and_takes_the_peak_of_the_nearest() -> Non
     assert merge_ranks(RANKS[:1]) == RANKS[0].summary
 
 
+def test_exchanges_are_those_of_the_rank_where_they_took_longest() -> None:
+    merged = merge_ranks(
+        [
+            rank(0, GIB_BYTES, exchange_ms=50.0, exposed_ms=40.0, pair_ms=10.0, predicted_pair_ms=11.0),
+            rank(1, GIB_BYTES, exchange_ms=90.0, exposed_ms=30.0, pair_ms=10.0, predicted_pair_ms=13.0),
+            rank(2, GIB_BYTES, pair_ms=10.0),
+        ]
+    )
+    assert (merged.exchange_ms, merged.exposed_ms) == (180.0, 60.0)
+    assert merged.num_pairs == 6
+    assert merged.mean_pair_error_percent is not None and round(merged.mean_pair_error_percent) == 20
+
+
 def test_tables_of_the_terminal() -> None:
     text = text_of(summary_table([], LIMIT_BYTES, (), RANKS), rank_table(RANKS))
     assert "rank 2 of 3 (host-1)" in text

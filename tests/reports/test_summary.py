@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from flex_trainer.reports import summarize, summary_table
+from flex_trainer.reports import summarize, summary_lines, summary_table
+from flex_trainer.reports.summary import hidden_share
 from flex_trainer.testing.fake_runtime import GIB_BYTES, LIMIT_BYTES, make_record
 
 
@@ -58,6 +59,38 @@ def test_the_table_says_what_a_person_asks():
         "0.33% of the step",
     ):
         assert part in text
+
+
+def test_exchanges_and_pairs():
+    records = [
+        make_record(0, exchange_ms=1000.0, exposed_ms=1000.0),
+        make_record(1, exchange_ms=3000.0, exposed_ms=200.0, pair_ms=100.0),
+        make_record(2, exchange_ms=2000.0, exposed_ms=300.0, pair_ms=200.0, predicted_pair_ms=180.0),
+        make_record(3, exchange_ms=2000.0, exposed_ms=100.0, pair_ms=100.0, predicted_pair_ms=130.0),
+    ]
+    summary = summarize(records, LIMIT_BYTES)
+    assert (summary.exchange_ms, summary.exposed_ms, summary.num_pairs) == (8000.0, 1600.0, 3)
+    assert summary.mean_pair_error_percent == pytest.approx((10 + 30) / 2)  # of the two that were predicted
+    lines = dict(summary_lines(summary))
+    assert lines["exchanges between ranks"] == "8.0 s (80% of it hidden behind compute)"
+    assert lines["pairs run together"] == "3 (a forward beside a backward)"
+    assert lines["mean error of pair time"] == "20.00%"
+
+
+def test_pairs_of_a_gpu_whose_exchanges_are_not_timed():
+    lines = dict(summary_lines(summarize([make_record(0, pair_ms=100.0)], LIMIT_BYTES)))
+    assert "exchanges between ranks" not in lines
+    assert lines["mean error of pair time"] == "nothing predicted"
+
+
+def test_a_run_without_exchanges_says_nothing_of_them():
+    labels = " ".join(label for label, _ in summary_lines(summarize(run_records(), LIMIT_BYTES)))
+    assert "exchange" not in labels and "pair" not in labels
+
+
+@pytest.mark.parametrize(("exchange_ms", "exposed_ms", "share"), [(0, 0, 0), (10, 0, 1), (10, 4, 0.6), (10, 11, 0)])
+def test_the_hidden_share_is_a_share(exchange_ms, exposed_ms, share):
+    assert hidden_share(exchange_ms, exposed_ms) == pytest.approx(share)
 
 
 def printed(records) -> str:

@@ -60,6 +60,14 @@ def test_times_of_a_group_are_the_largest():
     assert (columns["run_ms"], columns["predicted_step_ms"]) == ((95.0,), (90.0,))
 
 
+def test_exchanges_of_a_group_are_those_of_one_micro_batch():
+    records = [make_record(0, exchange_ms=50.0, exposed_ms=45.0), make_record(1, exchange_ms=80.0, exposed_ms=10.0)]
+    columns = make_timeline(records, max_points=1).columns
+    assert (columns["exposed_ms"], columns["hidden_ms"]) == ((10.0,), (70.0,))
+    columns = make_timeline(records).columns
+    assert (columns["exposed_ms"], columns["hidden_ms"]) == ((45.0, 10.0), (5.0, 70.0))
+
+
 def test_no_points_is_refused():
     with pytest.raises(ValueError, match="max_points=0"):
         make_timeline([], max_points=0)
