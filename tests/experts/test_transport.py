@@ -37,11 +37,9 @@ class Done:
 class Mirror(AllToAll):
     """Every other rank sends what this rank sends to it: rows come back as they are."""
 
-    waiting: Waiting = WaitHere()
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.waiting = WaitHere()
+        self.waiting: Waiting = WaitHere()
 
     def _start(self, output: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> Any:
         output.copy_(rows)
