@@ -29,6 +29,7 @@ from flex_trainer.data.samples import TokenDataset
 from flex_trainer.errors import UserError, one_line
 from flex_trainer.files import check_can_be_made
 from flex_trainer.launch.distribute import check_mixed_precision, check_model, distribute, distributed_config
+from flex_trainer.launch.model_memory import check_memory
 from flex_trainer.launch.model_sizes import check_sizes
 from flex_trainer.launch.recipe import Recipe
 from flex_trainer.launch.training_fields import check_precision, check_training
@@ -158,8 +159,8 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
     Random weights are drawn from torch's global generator: seed it before, on every rank alike.
 
     Raises:
-        RecipeError: weights that cannot be loaded, a vocabulary smaller than the tokenizer's, too few positions, a
-            model that cannot be spread so.
+        RecipeError: weights that cannot be loaded or do not fit, a vocabulary smaller than the tokenizer's, too few
+            positions, a model that cannot be spread so.
     """
     section = recipe.model
     chosen = {name: getattr(section, name) for name in ("attn_implementation", "experts_implementation")}
@@ -172,7 +173,9 @@ def build_model(recipe: Recipe, tokenizer: Any) -> PreTrainedModel:
         if recipe.parallel.mixed_precision:
             check_mixed_precision(build_without_weights(recipe, config))
         if section.name_or_path is None:
-            model = _from_config(recipe, config, dtype=section.dtype or "float32", **options)
+            dtype = section.dtype or "float32"
+            check_memory(recipe, build_without_weights(recipe, config, dtype=dtype))
+            model = _from_config(recipe, config, dtype=dtype, **options)
             return model if distributed is None else distribute(model, distributed)
         if distributed is not None:
             options["distributed_config"] = distributed

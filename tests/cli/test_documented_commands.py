@@ -1,4 +1,5 @@
 """Commands in the README, the docs and the heads of recipes: known options, recipes that exist, overrides that are taken.
+Recipes in the docs: known keys, and models of a size for any machine.
 
 Nothing is planned or trained here. The configuration of a model on a hub is not looked at, which would need a network.
 """
@@ -15,7 +16,7 @@ import typer
 
 from flex_trainer.cli import app
 from flex_trainer.estimate.machine import find_hardware
-from flex_trainer.launch.build import check_recipe
+from flex_trainer.launch.build import build_tokenizer, build_without_weights, check_recipe, random_config
 from flex_trainer.launch.recipe import load_recipe
 from flex_trainer.recipes import recipe_names, recipe_path
 
@@ -24,12 +25,16 @@ _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMANDS = re.compile(r"(?:flex-trainer (plan|train|accelerate-config)|-m flex_trainer\.(train)) ([^)\n]+)")
 
 
-def _code() -> Iterator[tuple[str, str]]:
-    """Shell code by where it stands."""
+def _blocks(*languages: str) -> Iterator[tuple[str, str]]:
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for language, block in _FENCED.findall(path.read_text()):
-            if language in ("", "bash"):
+            if language in languages:
                 yield path.name, block
+
+
+def _code() -> Iterator[tuple[str, str]]:
+    """Shell code by where it stands."""
+    yield from _blocks("", "bash")
     for name in recipe_names():
         head = recipe_path(name).read_text().split("\nmodel:")[0]
         lines = (line[1:] for line in head.splitlines() if line.startswith("#   "))
@@ -46,6 +51,7 @@ def _documented() -> Iterator[tuple[str, str, list[str]]]:
 
 
 DOCUMENTED = list(_documented())
+RECIPES = [(place, block) for place, block in _blocks("yaml") if re.search("^model:", block, re.MULTILINE)]
 
 
 def test_there_are_such_commands() -> None:
@@ -65,3 +71,18 @@ def test_documented_command_is_taken(command: str, arguments: list[str]) -> None
     check_recipe(load_recipe(params["recipe"], params["overrides"] or ()))
     if params.get("hardware") not in (None, "machine"):
         find_hardware(params["hardware"])
+
+
+def test_there_are_such_recipes() -> None:
+    assert "configuration.md" in {place for place, _ in RECIPES}
+
+
+@pytest.mark.parametrize(("place", "text"), RECIPES, ids=[place for place, _ in RECIPES])
+def test_documented_recipe_is_taken_and_small(place: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "documented.yaml"
+    path.write_text(text)
+    recipe = load_recipe(str(path))
+    check_recipe(recipe)
+    if recipe.model.architecture is not None:
+        model = build_without_weights(recipe, random_config(recipe, build_tokenizer(recipe)))
+        assert sum(parameter.numel() for parameter in model.parameters()) < 50e6
