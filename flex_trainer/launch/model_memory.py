@@ -47,8 +47,8 @@ def check_memory(recipe: Recipe, model: PreTrainedModel, meter: MemoryMeter | No
     dtype = str(next(p.dtype for p in parameters if p.is_floating_point())).removeprefix("torch.")
     raise RecipeError(
         f"{recipe.path.name}: model: {_count(sum(parameter.numel() for parameter in parameters))} parameters take "
-        f"{format_bytes(num_bytes)} in {dtype}{each}, more than {than}; give smaller sizes in model.config (what is left "
-        f"out there has transformers' default, often that of a published model), or {remedy}"
+        f"{format_bytes(num_bytes)} in {dtype}{each}, more than {than}; give smaller sizes in model.config (what is "
+        f"left out there has transformers' default, often that of a published model), or {remedy}"
     )
 
 

@@ -15,7 +15,6 @@ and those that got less have it raised. Models in transformers carry such a bias
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +94,7 @@ class RouterBiasBalancer:
             _make_float32(router)
         self._counts: list[torch.Tensor | None] = [None] * len(self.routers)
         self._handles = [
-            router.experts.register_forward_pre_hook(functools.partial(self._count, number), with_kwargs=True)
+            router.experts.register_forward_pre_hook(_Hook(self, number), with_kwargs=True)
             for number, router in enumerate(self.routers)
         ]
 
@@ -134,6 +133,22 @@ class RouterBiasBalancer:
         assert count is not None
         earlier = self._counts[number]
         self._counts[number] = count if earlier is None else earlier + count
+
+
+class _Hook:
+    """Counts for a balancer. In a copy of the model it counts nothing: the copy's tokens train nobody, and a balancer
+    holds handles of hook tables, by which copying would reach FSDP's state and process groups."""
+
+    def __init__(self, balancer: RouterBiasBalancer | None, number: int) -> None:
+        self._balancer = balancer
+        self._number = number
+
+    def __call__(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._balancer is not None:
+            self._balancer._count(self._number, experts, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None, self._number)
 
 
 class CountsBefore:

@@ -1,4 +1,4 @@
-"""Commands in the README, the docs and the heads of recipes: known options, recipes that exist, overrides that are taken.
+"""Commands in the README, the docs and the heads of recipes: known options, recipes that exist, overrides that fit.
 Recipes in the docs: known keys, and models of a size for any machine.
 
 Nothing is planned or trained here. The configuration of a model on a hub is not looked at, which would need a network.

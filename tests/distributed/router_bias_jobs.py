@@ -42,3 +42,19 @@ def steps(model: nn.Module, micro_batch: Any) -> list[torch.Tensor]:
         balancer.step()
     balancer.remove()
     return [whole(router.bias) for router in find_biased_routers(model)]
+
+
+def traced(path: str, **parallel: Any) -> tuple[bool, str | None, list[int]]:
+    """Whether a spread model is traced while its routers are balanced; why not; and what one micro-batch has counted."""
+    model = spread_model(Path(path), **parallel)
+    balancer = RouterBiasBalancer(model, RATE)
+    runtime = FlexRuntime(FlexConfig("20GiB", trace="auto"))
+    runtime.attach(model)
+    ids = my_part(all_ids(model))
+    with runtime.backward():
+        model(input_ids=ids, labels=ids).loss.backward()
+    forecast = runtime.part().forecast
+    runtime.detach()
+    balancer.remove()
+    counted = [int(count.sum()) for count in balancer._counts if count is not None]
+    return forecast.has_traced, forecast.refusal, [count // ids.numel() for count in counted]

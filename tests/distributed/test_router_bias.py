@@ -41,3 +41,14 @@ def test_biases_are_those_of_one_process(
         assert len(found) == len(expected)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == torch.float32 and torch.equal(ours.view(theirs.shape), theirs)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_spread_model_is_traced_while_its_routers_are_balanced(two_ranks: RankPool, tmp_path: Path, ep: int) -> None:
+    path = saved_model(tmp_path, "deepseek_v3")
+    config = whole_model(path).config
+    num_layers = config.num_hidden_layers - config.first_k_dense_replace
+    results = two_ranks.run(f"{JOBS}:traced", path=str(path), fsdp=2, ep=ep)
+    for has_traced, refusal, counted in results:
+        assert (has_traced, refusal) == (True, None)
+        assert counted == [config.num_experts_per_tok] * num_layers, "once, and not in the trace"

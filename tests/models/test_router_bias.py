@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from flex_trainer import FlexConfig, FlexRuntime
 from flex_trainer.models.router_bias import RouterBiasBalancer, find_biased_routers
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 
@@ -151,3 +155,30 @@ def test_a_collapsed_router_is_spread_again() -> None:
         after = worst()
     assert before == 4.0, "8 experts, of which the same 2 are chosen"
     assert after < 2.0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_counts_nothing(copied: Any) -> None:
+    model = tiny_model("deepseek_v3")
+    balancer = RouterBiasBalancer(model)
+    balancer.cannot_be_copied = Lock()  # type: ignore[attr-defined]  # as FSDP's state and process groups
+    other = copied(model)
+    other(**tiny_batch(other, 2, 16))
+    assert balancer._counts == [None] * len(balancer.routers)
+    counts = count(model, balancer)
+    assert sum(int(one.sum()) for one in counts) == 2 * 16 * model.config.num_experts_per_tok * len(counts)
+
+
+def test_a_model_whose_routers_are_balanced_is_traced() -> None:
+    model = tiny_model("deepseek_v3")
+    balancer = RouterBiasBalancer(model)
+    balancer.cannot_be_copied = Lock()  # type: ignore[attr-defined]
+    runtime = FlexRuntime(FlexConfig(memory_limit="20GiB", trace="auto"))
+    runtime.attach(model)
+    with runtime.backward():
+        model(**tiny_batch(model, 2, 16)).loss.backward()
+    forecast = runtime.part().forecast
+    assert (forecast.has_traced, forecast.refusal) == (True, None)
+    chosen = 2 * 16 * model.config.num_experts_per_tok
+    assert [int(one.sum()) for one in balancer._counts if one is not None] == [chosen] * len(balancer.routers)
+    runtime.detach()
