@@ -90,7 +90,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="name on the hub, or a directory")
     parser.add_argument("--text", help="a text file; an empty line ends a sample")
     parser.add_argument("--tiny", action="store_true", help="a small model with random weights, on the CPU")
-    parser.add_argument("--memory-limit", default="auto", help="a size such as 12GiB (default: auto)")
+    parser.add_argument("--memory-limit", default="auto", help="12GiB, or 80%% of the device; default: auto")
     parser.add_argument("--micro-batches", type=int, default=8, help="how many to train on")
     options = parser.parse_args(argv)
     if not options.tiny and (options.model is None or options.text is None):

@@ -82,7 +82,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", help="a text file; an empty line ends a sample")
     parser.add_argument("--tiny", action="store_true", help="a small model with random weights, on the CPU")
     parser.add_argument("--ep", type=int, default=None, help="ranks that share the experts (default: all)")
-    parser.add_argument("--memory-limit", default="auto", help="of each rank: 12GiB, 80%%; default auto")
+    parser.add_argument(
+        "--memory-limit", default="auto", help="of each rank: 12GiB, or 80%% of the device; default: auto"
+    )
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/expert_parallel"))
     options = parser.parse_args(argv)

@@ -81,7 +81,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="name on the hub, or a directory")
     parser.add_argument("--text", help="a text file; an empty line ends a sample")
     parser.add_argument("--tiny", action="store_true", help="a small model with random weights, on the CPU")
-    parser.add_argument("--memory-limit", type=limit, default="auto", help="12GiB, or 0.9 of the device; default auto")
+    parser.add_argument("--memory-limit", default="auto", help="12GiB, or 80%% of the device; default: auto")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps (default: 6 with --tiny, else 200)")
     parser.add_argument("--batch-size", type=int, default=2, help="samples of one micro-batch")
     parser.add_argument("--sequence-length", type=int, default=None, help="most tokens of a sample (256, else 2048)")
@@ -92,14 +92,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.steps = options.steps or (6 if options.tiny else 200)
     options.sequence_length = options.sequence_length or (256 if options.tiny else 2048)
     return options
-
-
-def limit(text: str) -> str | float:
-    """A fraction of the device as a number; a size or "auto" as it is."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def tiny_moe(tokenizer: Any) -> PreTrainedModel:

@@ -85,7 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="name on the hub, or a directory")
     parser.add_argument("--dataset", help="a dataset in one of TRL's formats")
     parser.add_argument("--tiny", action="store_true", help="a small model with random weights, on the CPU")
-    parser.add_argument("--memory-limit", default="auto", help="a size such as 12GiB (default: auto)")
+    parser.add_argument("--memory-limit", default="auto", help="12GiB, or 80%% of the device; default: auto")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/sft"))
     options = parser.parse_args(argv)

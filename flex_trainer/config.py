@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flex_trainer.errors import UserError
-from flex_trainer.units import parse_bytes
+from flex_trainer.units import parse_bytes, parse_share
 
 STRATEGIES = ("recompute", "offload", "quantize")
 QUANTIZE_DTYPES = ("int8", "float8_e4m3fn")
@@ -42,7 +42,7 @@ class FlexConfig:
 
     memory_limit: str | float | int = "auto"
     """Most memory the process (CPU) or the device (CUDA) may use: "auto", a size such as "12GiB", a whole number of
-    bytes (above 1), or a fraction of the device's memory (a float in (0, 1])."""
+    bytes (above 1), or a fraction of the device's memory (a float in (0, 1], or text such as "80%")."""
 
     strategies: tuple[str, ...] = ("recompute", "offload")
     """Ways to give activation memory back, any of recompute, offload, quantize. Quantize changes gradients slightly, so
@@ -57,7 +57,7 @@ class FlexConfig:
 
     transient_reserve: str | float | int = "auto"
     """Bytes kept free for what operators need while they run: "auto" (modelled, then corrected by what was measured), a
-    size, a whole number of bytes, or a fraction of the memory limit (a float in [0, 1))."""
+    size, a whole number of bytes, or a fraction of the memory limit (a float in [0, 1), or text such as "5%")."""
 
     seed_profile: str | None = None
     """A JSON file with the sizes and times of operators: read when it exists (what it knows is not traced or measured
@@ -143,9 +143,10 @@ def in_flight_bound_bytes(limit_bytes: int) -> int:
 
 
 def amount_bytes(amount: str | float | int, whole_bytes: int) -> int:
-    """Bytes of a size ("12GiB"), a whole number of bytes, or a float that is a fraction of `whole_bytes`."""
+    """Bytes of a size ("12GiB"), a whole number of bytes, or a fraction of `whole_bytes` (0.8 or "80%")."""
     if isinstance(amount, str):
-        return parse_bytes(amount)
+        share = parse_share(amount)
+        return parse_bytes(amount) if share is None else int(share * whole_bytes)
     return int(amount * whole_bytes) if isinstance(amount, float) and amount <= 1 else int(amount)
 
 
@@ -157,19 +158,26 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_amount(name: str, value: object, fraction_may_be_one: bool) -> None:
     if value == "auto":
         return
+    is_share = isinstance(value, float)
     if isinstance(value, str):
+        share = parse_share(value)
+        is_share = share is not None
         try:
-            amount: float = parse_bytes(value)
+            amount: float = parse_bytes(value) if share is None else share
         except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+            raise UserError(f"{name}: {error}, or a fraction such as 0.8 or '80%'") from None
+        if is_share and amount > 1:
+            raise UserError(f"{name}={value!r} is more than the whole; give at most '100%'")
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         amount = value
     else:
-        raise UserError(f"{name}={value!r} must be 'auto', a size such as '12GiB', bytes, or a fraction")
+        raise UserError(
+            f"{name}={value!r} must be 'auto', a size such as '12GiB', bytes, or a fraction such as 0.8 or '80%'"
+        )
     smallest_ok = amount > 0 if fraction_may_be_one else amount >= 0
     if not smallest_ok or not amount < _LARGEST_BYTES:
         raise UserError(f"{name}={value!r} must be positive and below an exbibyte")
-    if isinstance(value, float) and 1 < value < 1024:
+    if is_share and 1 < amount < 1024:
         raise UserError(f"{name}={value!r} is neither a fraction (at most 1) nor a plausible number of bytes")
-    if isinstance(value, float) and value == 1 and not fraction_may_be_one:
+    if is_share and amount == 1 and not fraction_may_be_one:
         raise UserError(f"{name}={value!r} would leave nothing; give a fraction below 1")

@@ -1,4 +1,4 @@
-"""Byte sizes as users write them (`"1.4GiB"`) and as programs count them (integers)."""
+"""Byte sizes and shares as users write them (`"1.4GiB"`, `"80%"`) and as programs count them (integers)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _UNIT_BYTES = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_FRACTION = re.compile(r"\s*(0?\.\d+|1\.0+)\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
 
 
@@ -32,6 +34,13 @@ def parse_bytes(text: str) -> int:
         raise UserError(f"{text!r} is not a size; write a number and a unit, for example '12GiB' or '800MB'")
     number, unit = match.groups()
     return int(Decimal(number) * _UNIT_BYTES[unit.upper()])
+
+
+def parse_share(text: str) -> float | None:
+    """Read a share as a number: `"80%"` and `"0.8"` are 0.8. None for other text, also for whole numbers."""
+    if match := _PERCENT.fullmatch(text):
+        return float(Decimal(match[1]) / 100)
+    return float(text) if _FRACTION.fullmatch(text) else None
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -22,7 +22,20 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [("auto", 8 * GIB), ("1.5GiB", int(1.5 * GIB)), (123456, 123456), (0.5, 4 * GIB), (1.0, 8 * GIB), (2.0**31, 2**31)],
+    [
+        ("auto", 8 * GIB),
+        ("1.5GiB", int(1.5 * GIB)),
+        (123456, 123456),
+        (0.5, 4 * GIB),
+        (1.0, 8 * GIB),
+        (2.0**31, 2**31),
+        ("50%", 4 * GIB),
+        (" 12.5 % ", GIB),
+        ("100%", 8 * GIB),
+        ("0.25", 2 * GIB),
+        (".5", 4 * GIB),
+        ("1.0", 8 * GIB),
+    ],
 )
 def test_limit_in_bytes(limit: Any, expected: int) -> None:
     assert FlexConfig(limit).limit_bytes(8 * GIB, 8 * GIB) == expected
@@ -31,6 +44,8 @@ def test_limit_in_bytes(limit: Any, expected: int) -> None:
 def test_amounts() -> None:
     assert amount_bytes("2KiB", 10**6) == 2048
     assert amount_bytes(0.25, 1000) == 250
+    assert amount_bytes("25%", 1000) == 250
+    assert amount_bytes("7.3%", 1000) == 73
     assert amount_bytes(1, 1000) == 1  # a whole number is bytes, a float up to 1 a fraction
 
 
@@ -57,7 +72,13 @@ def test_directory() -> None:
         ({"strategies": (1,)}, r"strategies=\(1,\) must be a list of names"),
         ({"quantize_dtype": "int4"}, r"quantize_dtype='int4' is not known"),
         ({"planner": "bandwith"}, r"planner='bandwith' is not known; did you mean 'bandwidth'\?"),
-        ({"memory_limit": "12 parsecs"}, r"memory_limit: .*12 parsecs"),
+        ({"memory_limit": "12 parsecs"}, r"memory_limit: .*12 parsecs.*, or a fraction such as 0.8 or '80%'"),
+        ({"memory_limit": "1"}, r"memory_limit: '1' is not a size; .* or a fraction"),
+        ({"memory_limit": "120%"}, r"memory_limit='120%' is more than the whole; give at most '100%'"),
+        ({"memory_limit": "0%"}, r"memory_limit='0%' must be positive"),
+        ({"memory_limit": "-5%"}, r"memory_limit: '-5%' is not a size"),
+        ({"transient_reserve": "100%"}, r"transient_reserve='100%' would leave nothing; give a fraction below 1"),
+        ({"transient_reserve": "plenty"}, r"transient_reserve: 'plenty' is not a size.*'80%'"),
         ({"memory_limit": 0}, r"memory_limit=0 must be positive and below an exbibyte"),
         ({"memory_limit": -1}, r"memory_limit=-1 must be positive"),
         ({"memory_limit": float("nan")}, r"memory_limit=nan must be positive and below an exbibyte"),

@@ -33,7 +33,7 @@ def check_memory(recipe: Recipe, model: PreTrainedModel, meter: MemoryMeter | No
     if is_kept_to and num_bytes // num_shards > limit_bytes(recipe.flex, meter):
         each = f", {format_bytes(num_bytes // num_shards)} on each of {num_shards} ranks" if num_shards > 1 else ""
         than = f"flex.memory_limit={recipe.flex.memory_limit}"
-        if not isinstance(recipe.flex.memory_limit, str) or recipe.flex.memory_limit == "auto":
+        if not str(recipe.flex.memory_limit).endswith("B"):  # no size with a unit
             than += f" ({format_bytes(limit_bytes(recipe.flex, meter))})"
         remedy = "raise the limit"
     elif num_bytes > meter.device_bytes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def test_recipe_is_valid_and_renders(name: str, tmp_path: Path) -> None:
 def test_every_section_is_shown(name: str) -> None:
     sections = ["model", "data", "training", "flex", "parallel", "accelerate", "report"]
     assert list(read_yaml(recipes.recipe_path(name))) == sections
+
+
+@pytest.mark.parametrize("name", recipes.recipe_names())
+def test_its_trackers_come_with_the_package(name: str) -> None:
+    requirements = [line for line in requires("flex-trainer") or () if "extra ==" not in line]
+    installed = {re.split(r"[^\w-]", line)[0] for line in requirements}
+    assert set(load_recipe(name).report.to) <= installed
 
 
 @pytest.mark.parametrize("name", recipes.accelerate_names())
