@@ -69,6 +69,17 @@ class FlexProgressCallback(ProgressCallback):
         self._num_spikes += sum(record.is_spike for record in new_records)
 
 
+def close_bars(trainer: Trainer) -> None:
+    """End the bars of a training that has failed, so that what is printed next begins a line of its own."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ProgressCallback):
+            for name in ("prediction_bar", "training_bar"):
+                bar = getattr(callback, name, None)
+                if bar is not None:
+                    bar.close()
+                    setattr(callback, name, None)
+
+
 def use_flex_progress(trainer: Trainer, runtime: Runtime) -> bool:
     """Put a `FlexProgressCallback` where `trainer` has the plain bar; say whether there was one.
 

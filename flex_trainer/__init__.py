@@ -15,6 +15,7 @@ from flex_trainer.experts.registration import register
 if TYPE_CHECKING:
     from flex_trainer.config import FlexConfig
     from flex_trainer.plugin import FlexPlugin
+    from flex_trainer.provision.device_books import MemoryLimitError
     from flex_trainer.records import MicroBatchRecord
     from flex_trainer.runtime import FlexRuntime
     from flex_trainer.trainer import FlexTrainer, FlexTrainerMixin
@@ -27,6 +28,7 @@ _HOMES = {
     "FlexRuntime": "flex_trainer.runtime",
     "FlexTrainer": "flex_trainer.trainer",
     "FlexTrainerMixin": "flex_trainer.trainer",
+    "MemoryLimitError": "flex_trainer.provision.device_books",
     "MicroBatchRecord": "flex_trainer.records",
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "FlexRuntime",
     "FlexTrainer",
     "FlexTrainerMixin",
+    "MemoryLimitError",
     "MicroBatchRecord",
     "__version__",
 ]

@@ -137,6 +137,24 @@ class FlexConfig:
         return None if self.offload_to == "host" else Path(self.offload_to)
 
 
+def check_is_config(name: str, value: object) -> None:
+    """Refuse settings that are given in another form than a FlexConfig.
+
+    Args:
+        name: of the argument.
+
+    Raises:
+        ValueError: neither a FlexConfig nor None.
+    """
+    if value is None or isinstance(value, FlexConfig):
+        return
+    known = {field.name for field in fields(FlexConfig)}
+    given = value if isinstance(value, Mapping) else {"memory_limit": value}
+    is_spoken = isinstance(value, (Mapping, str, int, float)) and known.issuperset(given)
+    shown = ", ".join(f"{key}={item!r}" for key, item in given.items()) if is_spoken else "memory_limit='2GiB'"
+    raise UserError(f"{name} must be a FlexConfig, found {type(value).__name__}; write FlexConfig({shown})")
+
+
 def in_flight_bound_bytes(limit_bytes: int) -> int:
     """Most that offload copies on their way may hold under a memory limit."""
     return max(int(_IN_FLIGHT_SHARE * limit_bytes), _LEAST_IN_FLIGHT_BYTES)

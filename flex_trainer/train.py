@@ -9,7 +9,6 @@ import netrc
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +91,9 @@ def run(recipe: Recipe) -> FlexTrainer:
     train_dataset, eval_dataset = build_data(recipe, args, tokenizer)
     model = build_model(recipe, tokenizer)
     # Step 3: train.
-    flex = recipe.flex
     if recipe.enforce_limit:
-        flex = replace(flex, memory_limit=_enforce_limit(recipe, args, console))
-    trainer = _make_trainer(flex, args, tokenizer, model, train_dataset, eval_dataset)
+        _enforce_limit(recipe, args, console)
+    trainer = _make_trainer(recipe.flex, args, tokenizer, model, train_dataset, eval_dataset)
     flush_at_failure(lambda exit_code: _flush_trackers(trainer, exit_code))
     try:
         with terminated_as_exception():
@@ -235,20 +233,29 @@ def _flush_trackers(trainer: FlexTrainer, exit_code: int) -> None:
         wandb.finish(exit_code=exit_code)
 
 
-def _enforce_limit(recipe: Recipe, args: TrainingArguments, console: Console) -> int:
-    """Make the limit real: beyond it the system (CPU) or torch's allocator (CUDA) refuses memory. Returns its bytes."""
+def _enforce_limit(recipe: Recipe, args: TrainingArguments, console: Console) -> None:
+    """Make the limit real: beyond it the system (CPU) or torch's allocator (CUDA) refuses memory.
+
+    Raises:
+        RecipeError: a limit below what the process uses already, or above what the system allows.
+    """
     device = args.device
     enforced_bytes = limit_bytes(recipe.flex, meter_for(device))
     if device.type == "cuda":
         whole_bytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, enforced_bytes / whole_bytes), device)
     else:
-        enforce_process_limit(enforced_bytes)
+        try:
+            enforce_process_limit(enforced_bytes)
+        except UserError as error:
+            raise RecipeError(
+                f"{recipe.path.name}: flex.memory_limit={recipe.flex.memory_limit} cannot be enforced "
+                f"(flex.enforce_limit: true): {error}"
+            ) from error
     if args.process_index == 0:
         console.print(
             f"Memory limit {format_bytes(enforced_bytes)}, enforced: an allocation beyond it fails.", highlight=False
         )
-    return enforced_bytes
 
 
 def _report_so_far(recipe: Recipe, trainer: FlexTrainer, console: Console) -> None:

@@ -22,11 +22,12 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from flex_trainer.callbacks import FlexMemoryCallback, LossFreeBalancing, use_flex_progress
+from flex_trainer.callbacks import FlexMemoryCallback, LossFreeBalancing, close_bars, use_flex_progress
 from flex_trainer.checkpoint import CheckpointMixin
 from flex_trainer.checkpoint.manifest import PLANNER_FILE
-from flex_trainer.config import FlexConfig
+from flex_trainer.config import FlexConfig, check_is_config
 from flex_trainer.errors import UserError
+from flex_trainer.memory.optimizer_step import note_optimizer_step
 from flex_trainer.plugin import FlexPlugin
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.snapshot import Bookkeeping
@@ -40,6 +41,7 @@ class FlexTrainerMixin(CheckpointMixin):
     """
 
     def __init__(self, *args: Any, flex: FlexConfig | None = None, **kwargs: Any) -> None:
+        check_is_config("flex", flex)
         super().__init__(*args, **kwargs)
         _refuse_arguments(self.args)
         # Trainers count things in their loss (TRL's metrics, for one): a micro-batch that runs twice counts once.
@@ -61,6 +63,8 @@ class FlexTrainerMixin(CheckpointMixin):
         try:
             result = super().train(*args, **kwargs)
         except BaseException as error:
+            note_optimizer_step(error, self.flex.config.memory_limit, self.flex.limit_bytes)
+            close_bars(self)  # pyright: ignore[reportArgumentType]
             self._detach_after(error)
             raise
         self._plugin.detach()

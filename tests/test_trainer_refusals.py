@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from flex_trainer import FlexConfig, FlexTrainer
+from flex_trainer import FlexConfig, FlexPlugin, FlexRuntime, FlexTrainer
+from flex_trainer.errors import UserError
 from flex_trainer.testing.tiny import tiny_batch, tiny_model
 from flex_trainer.trainer import _refuse_arguments
 from tests.fake_meter import BASE_BYTES
@@ -30,6 +32,72 @@ def test_several_gpus_for_one_process_are_refused() -> None:
         _refuse_arguments(args)  # type: ignore[arg-type]
     for num_gpus in (0, 1):
         _refuse_arguments(SimpleNamespace(torch_compile=False, n_gpu=num_gpus))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flex", "message"),
+    [
+        ({"memory_limit": "2GiB"}, "flex must be a FlexConfig, found dict; write FlexConfig(memory_limit='2GiB')"),
+        ("3GiB", "flex must be a FlexConfig, found str; write FlexConfig(memory_limit='3GiB')"),
+        ({"memory": 1}, "flex must be a FlexConfig, found dict; write FlexConfig(memory_limit='2GiB')"),
+        (FlexConfig, "flex must be a FlexConfig, found type; write FlexConfig(memory_limit='2GiB')"),
+    ],
+)
+def test_other_settings_than_a_config_are_refused(tmp_path: Path, flex: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make(tmp_path, flex)
+    assert str(caught.value) == message
+    for made in (FlexPlugin, FlexRuntime):
+        with pytest.raises(UserError) as caught:
+            made(flex)
+        assert str(caught.value) == message.replace("flex must", "config must")
+
+
+class Hungry(torch.optim.SGD):
+    """Finds no memory for its state in the second step."""
+
+    num_steps = 0
+    error: Exception = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 196608 bytes.")
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        if self.num_steps == 2:
+            raise self.error
+        return super().step(closure)
+
+
+class OutOfPatience(Hungry):
+    error = RuntimeError("the learning rate is cursed")
+
+
+@pytest.mark.parametrize("kind", [Hungry, OutOfPatience])
+def test_out_of_memory_in_the_optimizer_is_named(tmp_path: Path, kind: type[Hungry]) -> None:
+    trainer = make(tmp_path, FlexConfig(LIMIT_BYTES))
+    trainer.optimizer = kind(trainer.model.parameters(), lr=0.1)
+    error = type(kind.error)(*kind.error.args)
+    kind.error = error
+    with pytest.raises(RuntimeError) as caught:
+        trainer.train()
+    notes = getattr(caught.value, "__notes__", [])
+    if kind is OutOfPatience:
+        assert notes == []
+        return
+    (note,) = notes
+    assert "memory ran out in the step of the optimizer (Hungry)" in note
+    assert f"memory_limit={LIMIT_BYTES} is 2.34 MiB: raise it (flex.memory_limit" in note
+    assert "docs/out-of-memory.md" in note
+
+
+def test_what_is_said_of_a_failure_begins_a_line_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = make(tmp_path, FlexConfig(LIMIT_BYTES), disable_tqdm=False)
+    trainer.optimizer = OutOfPatience(trainer.model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    error = capfd.readouterr().err
+    assert "1/6" in error and error.endswith("\n")
+    del trainer
+    gc.collect()
+    assert capfd.readouterr().err == "", "the bar has ended already"
 
 
 def test_trouble_in_detaching_does_not_hide_why_training_ended(tmp_path: Path) -> None:

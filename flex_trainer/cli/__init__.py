@@ -49,4 +49,6 @@ def _options(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: this process's). A user's mistake is one line on stderr and exit code 2."""
     with user_mistakes_as_one_line():
-        app(args=None if argv is None else list(argv), prog_name="flex-trainer")
+        # Not `app(...)`: it leaves a hook for uncaught errors behind, and with that of W&B a traceback is shown twice.
+        command = typer.main.get_command(app)
+        command(args=None if argv is None else list(argv), prog_name="flex-trainer")

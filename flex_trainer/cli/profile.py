@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -33,4 +34,5 @@ def profile(
     for part in machine_tables(measured):
         console.print(part)
     console.print(f"Written: {path}", highlight=False, soft_wrap=True)
-    console.print("Use it with: flex-trainer plan RECIPE --hardware machine", highlight=False, soft_wrap=True)
+    name = "machine" if output is None else shlex.quote(str(output))
+    console.print(f"Use it with: flex-trainer plan RECIPE --hardware {name}", highlight=False, soft_wrap=True)

@@ -78,7 +78,7 @@ def find_hardware(name: str | None) -> Hardware:
         return load_machine(machine_file())
     if name.lower() in HARDWARE:
         return HARDWARE[name.lower()]
-    if name.endswith(".json") or os.sep in name:
+    if name.endswith(".json") or os.sep in name or Path(name).is_file():
         return load_machine(Path(name))
     raise UserError(f"--hardware {name!r} is not known; {nearest(name.lower(), [*HARDWARE, MACHINE])}")
 

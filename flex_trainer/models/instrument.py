@@ -39,6 +39,14 @@ Outside = Callable[[Site, tuple[Any, ...], dict[str, Any]], AbstractContextManag
 """Asked for a scope when an operator is run while no micro-batch is in forward on this thread; None: run it plainly."""
 
 
+_HELD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_instrumented(module: nn.Module) -> bool:
+    """Whether the engine has its hold on this operator now."""
+    return module in _HELD
+
+
 def _stays_outside(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     return None
 
@@ -90,6 +98,8 @@ class Instrumentation:
         outside: Outside = _stays_outside,
     ) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._held = [operator.module for operator in model_map.operators if operator.module not in _HELD]
+        _HELD.update(self._held)
         self._outside = outside
         try:
             self._install(model, model_map, listener or NoListener())
@@ -101,6 +111,9 @@ class Instrumentation:
         """Give the model and the registries back as they were."""
         while self._undo:
             self._undo.pop()()
+        for module in self._held:
+            _HELD.discard(module)
+        self._held = []
 
     def _install(self, model: nn.Module, model_map: ModelMap, listener: RoutingListener) -> None:
         expert_sites = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from flex_trainer.config import AUTO_RESERVE_SHARE, FlexConfig, amount_bytes
@@ -56,6 +58,7 @@ class DeviceBooks:
         """What FSDP2 needs at one time for all parts on this device."""
         self.nearest_bytes = self.limit_bytes
         self._attempt = 0
+        self._warn_of_too_much()
 
     def start_at(self, transient_factor: float | None, margin_bytes: int) -> None:
         """Begin with what an earlier run has learnt, or (None, 0) with nothing."""
@@ -85,6 +88,17 @@ class DeviceBooks:
             raise MemoryLimitError(
                 f"{self.limit_text} is below the {format_bytes(in_use_bytes)} in use before the first micro-batch "
                 "(weights and all else in the process). Raise memory_limit, or use a smaller model."
+            )
+
+    def _warn_of_too_much(self) -> None:
+        """On CUDA a limit above the device is harmless: what other processes leave is read with every plan."""
+        whole_bytes = self.meter.device_bytes()
+        if self.device.type == "cpu" and self.limit_bytes > whole_bytes and self.config.strategies:
+            warnings.warn(
+                f"{self.limit_text} is more than the {format_bytes(whole_bytes)} of memory that this process can have: "
+                "the machine (or its container) is full before the limit is reached, and the system may end the "
+                "process without a message. Lower memory_limit, or leave it at 'auto'.",
+                stacklevel=4,
             )
 
     @property

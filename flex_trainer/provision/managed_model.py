@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flex_trainer.errors import UserError
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.discovery import ModelMap, discover
 from flex_trainer.models.effects import foreign_code, forward_hooks, is_of_library
+from flex_trainer.models.instrument import is_instrumented
 from flex_trainer.models.sharding import (
     Units,
     gathered_bytes,
@@ -56,10 +58,11 @@ class ManagedModel:
                 libraries, or this is True.
 
         Raises:
-            ValueError: no decoder layers, FSDP1 or tensor-parallel weights.
+            ValueError: no decoder layers, FSDP1 or tensor-parallel weights, operators that are managed already.
         """
         refuse_unmanaged(module)
         model_map = without_recomputed_collectives(discover(module))
+        _refuse_managed(module, model_map)
         if (trace is not True and foreign_code(module) is not None) or _has_hooks_at_routers(model_map):
             model_map = model_map.with_kept(lambda one: one.site.kind == "layer")
         modules = {operator.site.name: operator.module for operator in model_map.operators}
@@ -80,6 +83,20 @@ class ManagedModel:
     def is_spread(self) -> bool:
         """Whether tokens are exchanged with experts on other ranks."""
         return any(dispatcher_of(operator.module) is not None for operator in self.map.experts)
+
+
+def _refuse_managed(module: nn.Module, model_map: ModelMap) -> None:
+    """Two runtimes on one model would each plan for memory that the other one's plan has taken.
+
+    Raises:
+        ValueError: an operator of the model is managed now.
+    """
+    name = next((operator.site.name for operator in model_map.operators if is_instrumented(operator.module)), None)
+    if name is not None:
+        raise UserError(
+            f"this {original_class(module).__name__} is managed already (its {name}, by another FlexPlugin, "
+            "FlexTrainer or FlexRuntime); detach that one first, and attach one only to each model"
+        )
 
 
 def _has_hooks_at_routers(model_map: ModelMap) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flex_trainer.config import FlexConfig
+from flex_trainer.config import FlexConfig, check_is_config
 from flex_trainer.records import PairTimeline, RunRecords, StepRetry
 from flex_trainer.units import format_bytes
 
@@ -21,9 +21,13 @@ class RunView(ABC):
 
     Args:
         config: the settings of the run.
+
+    Raises:
+        ValueError: something else than a FlexConfig.
     """
 
     def __init__(self, config: FlexConfig) -> None:
+        check_is_config("config", config)
         self.config = config
         self.records = RunRecords()
         """One record per micro-batch (and part of the model): the newest ones, and sums over all."""

@@ -42,3 +42,16 @@ def test_python_m_flex_trainer() -> None:
         [sys.executable, "-m", "flex_trainer", "--version"], capture_output=True, text=True, check=True
     )
     assert result.stdout.startswith("flex-trainer ")
+
+
+def test_an_error_is_shown_once() -> None:
+    """W&B puts a hook of its own for uncaught errors before one that is there: there must be none."""
+    program = (
+        "import sys; import flex_trainer.cli as cli; from flex_trainer.launch import recipe\n"
+        "def broken(*_): raise ArithmeticError('a defect')\n"
+        "recipe.load_recipe = broken\n"
+        "try: cli.main(['plan', 'demo'])\n"
+        "except ArithmeticError: print(sys.excepthook is sys.__excepthook__)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert result.stdout == "True\n", result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def run(*arguments: str) -> int:
 def test_this_machine_is_measured_and_found_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--quick", "--device", "cpu") == 0
     output = capsys.readouterr().out
+    assert output.endswith("Use it with: flex-trainer plan RECIPE --hardware machine\n")
     assert "knee S" in output and "offload" in output and "matmul float32" in output
     hardware = find_hardware("machine")
     assert hardware == load_machine(machine_file())
@@ -37,10 +39,15 @@ def test_this_machine_is_measured_and_found_again(capsys: pytest.CaptureFixture[
     assert hardware.operator_seconds(best, 0, "float32") == pytest.approx(1.0, rel=1e-3)
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    assert run("--quick", "--device", "cpu", "--output", str(path), "--offload-to", str(tmp_path)) == 0
-    assert find_hardware(str(path)).name == "machine"
+def test_a_file_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("--quick", "--device", "cpu", "--output", "my figures", "--offload-to", str(tmp_path)) == 0
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Use it with: ")]
+    *command, name = shlex.split(told.removeprefix("Use it with: "))
+    assert command == ["flex-trainer", "plan", "RECIPE", "--hardware"]
+    assert find_hardware(name) == load_machine(tmp_path / "my figures")
 
 
 @pytest.mark.parametrize(

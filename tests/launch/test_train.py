@@ -238,3 +238,20 @@ def test_trackers_write_what_they_hold_back(monkeypatch: pytest.MonkeyPatch) -> 
     wandb.run = None
     _flush_trackers(trainer, 2)
     assert told == ["board", 1, "board"]
+
+
+def test_a_limit_that_cannot_be_enforced_names_its_key(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([tiny, "flex.memory_limit=20MiB", "flex.enforce_limit=true"])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert "Error: tiny.yaml: flex.memory_limit=20MiB cannot be enforced (flex.enforce_limit: true): " in error
+    assert "must be above the" in error
+
+
+def test_an_enforced_limit_is_shown_as_it_was_written(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    enforced: list[int] = []
+    monkeypatch.setattr("flex_trainer.train.enforce_process_limit", enforced.append)
+    trainer = run(load_recipe(tiny, ["flex.memory_limit=3GiB", "flex.enforce_limit=true"]))
+    assert trainer.flex.config.memory_limit == "3GiB"
+    assert enforced == [trainer.flex.limit_bytes] == [3 * 2**30]

@@ -92,6 +92,43 @@ def test_one_model_at_a_time(model: PreTrainedModel) -> None:
     runtime.detach()
 
 
+def test_a_model_has_one_runtime_at_a_time(model: PreTrainedModel) -> None:
+    runtime = attached(model)
+    other = FlexRuntime(FlexConfig(LIMIT_BYTES))
+    for part in (model, model.model):  # type: ignore[union-attr]
+        with pytest.raises(
+            UserError, match=r"this Mixtral\w+ is managed already \(its \S+, by another FlexPlugin.*detach"
+        ):
+            other.attach(part)
+    assert not other.is_attached
+    assert_equal(step(runtime, model, 1), plain_gradients(1))  # as if nothing had been asked
+    runtime.detach()
+    attached(model).detach()
+
+
+def test_a_limit_above_the_machine_is_told_once(model: PreTrainedModel) -> None:
+    for limit, strategies, num_told in ((10**9 + 1, ("recompute",), 1), (10**9, ("recompute",), 0), (2 * 10**9, (), 0)):
+        runtime = FlexRuntime(FlexConfig(limit, strategies))
+        with_fake_meter(runtime)  # of a device of 10**9 bytes
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                runtime.attach(model)
+                runtime.detach()
+        about = [str(one.message) for one in told if "memory_limit" in str(one.message)]
+        assert len(about) == num_told
+        assert all("is more than the 953.67 MiB of memory that this process can have" in text for text in about)
+
+
+def test_a_seed_profile_that_cannot_be_written_is_refused_at_attach(model: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(UserError, match="the seed profile cannot be written to"):
+        attached(model, FlexConfig(LIMIT_BYTES, seed_profile=str(tmp_path / "file" / "profile.json")))
+    runtime = attached(model, FlexConfig(LIMIT_BYTES, seed_profile=str(tmp_path / "made" / "profile.json")))
+    assert (tmp_path / "made").is_dir(), "a directory that is missing is made"
+    runtime.detach()
+
+
 def test_before_attach_there_is_nothing_to_tell() -> None:
     runtime = FlexRuntime()
     assert runtime.limit_bytes == 0 and runtime.memory_now() == {} and not runtime.is_attached
