@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 from rich.text import Text
 
 from flex_trainer.units import format_bytes
@@ -39,6 +40,22 @@ def plan_tables(result: dict[str, Any]) -> Iterator[Table | Text]:
     yield _meaning(result)
 
 
+def _table(title: str, names: Iterable[str], numbers: Iterable[str], *, is_wide: bool = False) -> Table:
+    """A table that breaks what is too long for the terminal, and leaves nothing out.
+
+    Args:
+        names: of columns of text.
+        numbers: of columns of numbers, which follow.
+        is_wide: without lines between columns, which take two more places each.
+    """
+    columns = [Column(name, overflow="fold") for name in names]
+    columns += [Column(name, overflow="fold", justify="right") for name in numbers]
+    table = Table(*columns, title=title, title_justify="left")
+    if is_wide:
+        table.box, table.padding = SIMPLE_HEAD, (0, 1, 0, 0)
+    return table
+
+
 def _heading(result: dict[str, Any]) -> Text:
     model, hardware, mesh, settings = (result[name] for name in ("model", "hardware", "mesh", "settings"))
     axes = ", ".join(f"{name} {mesh[name]}" for name in ("pp", "dp_replicate", "fsdp", "ep", "efsdp"))
@@ -55,11 +72,9 @@ def _heading(result: dict[str, Any]) -> Text:
 
 def _memory(result: dict[str, Any]) -> Table:
     """What the fullest rank holds at its highest point, under the plan."""
-    table = Table(title="Memory of the fullest rank under the plan", title_justify="left")
-    table.add_column("")
     rows = _different(result)
-    for row in rows:
-        table.add_column(f"imbalance {_imbalance(row)}", justify="right")
+    columns = [f"imbalance {_imbalance(row)}" for row in rows]
+    table = _table("Memory of the fullest rank under the plan", [""], columns)
     worst = [row["plan"]["stages"][row["plan"]["worst_stage"]] for row in rows]
     for title, key in _PARTS:
         table.add_row(title, *(format_bytes(stage[key]) for stage in worst))
@@ -76,11 +91,8 @@ def _memory(result: dict[str, Any]) -> Table:
 
 
 def _ways(result: dict[str, Any]) -> Table:
-    table = Table(title="The plan and other ways", title_justify="left")
-    for name in ("imbalance", "way"):
-        table.add_column(name)
-    for name in ("memory", "fits", "step", "tokens/s", "to the plan"):
-        table.add_column(name, justify="right")
+    numbers = ("memory", "fits", "step", "tokens/s", "to the\nplan")
+    table = _table("The plan and other ways", ("imbalance", "way"), numbers)
     for row in _different(result):
         for way, title in _WAY_TITLES.items():
             found, plan = row[way], row["plan"]
@@ -99,16 +111,21 @@ def _ways(result: dict[str, Any]) -> Table:
 
 def _stages(result: dict[str, Any]) -> Table:
     row = result["imbalances"][-1]
-    table = Table(title=f"Pipeline stages, plan at imbalance {_imbalance(row)}", title_justify="left")
-    for name in ("stage", "layers"):
-        table.add_column(name)
-    for name in ("in flight", "weights and state", "per micro-batch", "highest point", "forward", "backward", "added"):
-        table.add_column(name, justify="right")
+    numbers = (
+        "in\nflight",
+        "weights\nand state",
+        "per micro-\nbatch",
+        "highest\npoint",
+        "forward",
+        "backward",
+        "added",
+    )
+    table = _table(f"Pipeline stages, plan at imbalance {_imbalance(row)}", ("stage", "layers"), numbers, is_wide=True)
     for stage in row["plan"]["stages"]:
         fixed = sum(stage[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer", "gathered"))
         table.add_row(
             str(stage["stage"]),
-            f"{stage['first_layer']} to {stage['last_layer']}",
+            f"{stage['first_layer']}-{stage['last_layer']}",
             str(stage["num_in_flight"]),
             format_bytes(fixed),
             format_bytes(stage["held_per_micro_batch_bytes"]),
@@ -121,10 +138,7 @@ def _stages(result: dict[str, Any]) -> Table:
 def _kinds(result: dict[str, Any]) -> Table:
     kinds = result["activations_by_kind"]
     total = sum(kinds.values()) or 1
-    table = Table(title="Saved bytes of one balanced micro-batch, everything kept", title_justify="left")
-    table.add_column("operator")
-    table.add_column("bytes", justify="right")
-    table.add_column("share", justify="right")
+    table = _table("Saved bytes of one balanced micro-batch, everything kept", ["operator"], ("bytes", "share"))
     for kind, num_bytes in list(kinds.items())[:_MOST_KINDS]:
         table.add_row(kind, format_bytes(num_bytes), f"{num_bytes / total:.1%}")
     rest = sum(list(kinds.values())[_MOST_KINDS:])
@@ -154,18 +168,14 @@ def _verdict(result: dict[str, Any]) -> Text:
 def _meaning(result: dict[str, Any]) -> Table:
     table = Table(title="What the numbers mean", title_justify="left", show_header=False, box=None)
     for name, line in result["meaning"].items():
-        table.add_row(name, Text(line))
+        table.add_row(name, Text(line, overflow="fold"))
     return table
 
 
 def machine_tables(measured: dict[str, Any]) -> Iterator[Table]:
     """What `flex-trainer profile` measured."""
     hardware = measured["hardware"]
-    table = Table(title=f"This machine: {hardware['title']}", title_justify="left")
-    table.add_column("measured")
-    table.add_column("size", justify="right")
-    table.add_column("time", justify="right")
-    table.add_column("rate", justify="right")
+    table = _table(f"This machine: {hardware['title']}", ["measured"], ("size", "time", "rate"))
     for found in measured["measurements"]:
         if "flops_per_second" in found:
             rate, size = f"{found['flops_per_second'] / 1e9:,.1f} GFLOP/s", str(found["size"])
@@ -174,9 +184,8 @@ def machine_tables(measured: dict[str, Any]) -> Iterator[Table]:
             rate = f"{format_bytes(found['bytes_per_second'])}/s"
             table.add_row(found["what"], format_bytes(found["num_bytes"]), _seconds(found["seconds"]), rate)
     yield table
-    knees = Table(title="Mitigation bandwidth (down and up again)", title_justify="left")
-    for name in ("strategy", "overhead", "bandwidth B", "knee S"):
-        knees.add_column(name, justify="left" if name == "strategy" else "right")
+    columns = ("overhead", "bandwidth B", "knee S")
+    knees = _table("Mitigation bandwidth (down and up again)", ["strategy"], columns)
     for name, knee in measured["knees"].items():
         knees.add_row(
             name,

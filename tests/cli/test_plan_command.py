@@ -25,6 +25,7 @@ def test_a_plan_on_the_terminal_and_in_files(tmp_path: Path, capsys: pytest.Capt
     assert run(write_recipe(tmp_path), *overrides, *arguments) == 0
     output = capsys.readouterr().out
     assert "8 ranks" in output and "A100" in output and "What the numbers mean" in output
+    assert_whole(output)
     result = json.loads(path.read_text())
     assert result["mesh"] == {"ranks": 8, "pp": 1, "dp_replicate": 2, "fsdp": 4, "ep": 4, "efsdp": 1}
     assert [row["imbalance"] for row in result["imbalances"]] == [1.0, 1.2, 2.6]
@@ -40,6 +41,21 @@ def test_a_plan_on_the_terminal_and_in_files(tmp_path: Path, capsys: pytest.Capt
     assert set(result["activations_by_kind"]) >= {"norm", "linear", "expert_up", "attention_core"}
     assert set(result["meaning"]) >= {"parameters", "activations", "transients", "step"}
     assert plot.read_text().startswith("<?xml")
+
+
+def assert_whole(output: str) -> None:
+    """Nothing is left out of a terminal of 80 columns, and no word of a heading is broken."""
+    assert "…" not in output
+    for words in ("full checkpointing", "highest point", "weights and state", "forward", "backward"):
+        assert all(word in output for word in words.split())
+
+
+def test_stages_and_long_names_fit_a_narrow_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["parallel={fsdp: 2, ep: 2, pp: 2}", "training.gradient_accumulation_steps=4"]
+    assert run(write_recipe(tmp_path), *overrides, "--hardware", "h100", "--imbalance", "1.0") == 0
+    output = capsys.readouterr().out
+    assert "Pipeline stages" in output and max(map(len, output.splitlines())) <= 80
+    assert_whole(output)
 
 
 def test_what_does_not_fit_gets_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
