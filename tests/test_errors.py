@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from flex_trainer import MemoryLimitError
 from flex_trainer.config import FlexConfig
 from flex_trainer.errors import UserError, user_mistakes_as_one_line
 from flex_trainer.launch.yaml import RecipeError
-from flex_trainer.provision.device_books import MemoryLimitError
 from flex_trainer.units import parse_bytes
 
 

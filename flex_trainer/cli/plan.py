@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,9 @@ def plan(
         str, typer.Option("--imbalance", help="Rows of the busiest rank's experts over the mean, one plan for each.")
     ] = "1.0,1.2,2.6",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the memory of a rank to this .svg or .png.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the memory of a rank to this .svg or .png (extra: plot).")
+    ] = None,
 ) -> None:
     """Say before a launch what each rank will hold, which plan will be used and how long a step will take.
 
@@ -46,6 +49,8 @@ def plan(
     imbalances = _numbers(imbalance)
     if plot is not None and plot.suffix not in _PLOT_KINDS:
         raise UserError(f"--plot {str(plot)!r}: the name must end in {' or '.join(_PLOT_KINDS)}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib, which is not installed: pip install matplotlib, or the extra 'plot'")
     for path, what in ((json_file, "the plan"), (plot, "the plot")):
         if path is not None:
             check_writable(path, what)
@@ -53,13 +58,21 @@ def plan(
     from rich.console import Console
 
     from flex_trainer.estimate import estimate_recipe
-    from flex_trainer.estimate.machine import find_hardware
+    from flex_trainer.estimate.machine import find_hardware, gpu_here
     from flex_trainer.reports.plan_tables import plan_tables
 
-    result = estimate_recipe(loaded, find_hardware(hardware), ranks, imbalances)
+    device = find_hardware(hardware)
+    result = estimate_recipe(loaded, device, ranks, imbalances)
     console = Console()
     for part in plan_tables(result):
         console.print(part)
+    if hardware is None and gpu_here() is None:
+        console.print(
+            f"Planned for {device.title}, since none of the known GPUs was found here. For this machine: flex-trainer "
+            "profile, then --hardware machine.",
+            highlight=False,
+            style="yellow",
+        )
     if json_file is not None:
         write_whole(json_file, json.dumps(result, indent=2) + "\n", "the plan")
         console.print(f"Written: {json_file}", highlight=False, soft_wrap=True)

@@ -64,6 +64,11 @@ def load_machine(path: Path) -> Hardware:
         ) from error
 
 
+def gpu_here() -> Hardware | None:
+    """This machine's GPU, if it has one of the table."""
+    return of_device_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
 def find_hardware(name: str | None) -> Hardware:
     """The device called `name`: one of the table, `machine`, or a file of `flex-trainer profile`. None: the GPU of this
     machine if the table has it, or else the default.
@@ -72,8 +77,7 @@ def find_hardware(name: str | None) -> Hardware:
         ValueError: a name that is not known, a file that cannot be read.
     """
     if name is None:
-        here = of_device_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-        return here or HARDWARE[_DEFAULT]
+        return gpu_here() or HARDWARE[_DEFAULT]
     if name == MACHINE:
         return load_machine(machine_file())
     if name.lower() in HARDWARE:

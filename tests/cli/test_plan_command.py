@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from flex_trainer.cli import main
+from flex_trainer.cost.hardware import HARDWARE
 from tests.estimate.recipes import write_recipe
 
 
@@ -56,6 +58,25 @@ def test_stages_and_long_names_fit_a_narrow_terminal(tmp_path: Path, capsys: pyt
     output = capsys.readouterr().out
     assert "Pipeline stages" in output and max(map(len, output.splitlines())) <= 80
     assert_whole(output)
+
+
+def test_which_device_was_assumed_is_said(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_there, arguments, is_said in ((False, [], True), (False, ["--hardware", "h100"], False), (True, [], False)):
+        monkeypatch.setattr(
+            "flex_trainer.estimate.machine.gpu_here", lambda there=is_there: HARDWARE["a100"] if there else None
+        )
+        assert run(write_recipe(tmp_path), "--imbalance", "1.0", *arguments) == 0
+        output = " ".join(capsys.readouterr().out.split())
+        told = (
+            "Planned for NVIDIA H100 SXM 80 GB, since none of the known GPUs was found here. For this machine: flex-t"
+        )
+        assert (told in output) is is_said
+
+
+def test_without_matplotlib_nothing_is_planned_for_a_plot(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["flex_trainer.cli.plan"], "find_spec", lambda name: None)
+    assert run(write_recipe(tmp_path), "--plot", str(tmp_path / "plan.svg")) == 2
+    assert "pip install matplotlib, or the extra 'plot'" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_gets_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
