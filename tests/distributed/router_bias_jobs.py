@@ -45,7 +45,7 @@ def steps(model: nn.Module, micro_batch: Any) -> list[torch.Tensor]:
 
 
 def traced(path: str, **parallel: Any) -> tuple[bool, str | None, list[int]]:
-    """Whether a spread model is traced while its routers are balanced; why not; and what one micro-batch has counted."""
+    """Whether a spread model is traced while its routers are balanced, why not, and what a micro-batch has counted."""
     model = spread_model(Path(path), **parallel)
     balancer = RouterBiasBalancer(model, RATE)
     runtime = FlexRuntime(FlexConfig("20GiB", trace="auto"))
