@@ -20,7 +20,7 @@ from flex_trainer.planner.fusion import Side
 from flex_trainer.plugin import FlexPlugin
 from flex_trainer.testing.forced import ForcedRuntime
 
-_WARM_UP_STEPS = 4
+_WARM_UP_STEPS = 2
 """First touches, traces, first orders."""
 
 
@@ -88,7 +88,7 @@ def in_turns(
         ways: by name: arguments of `Way`.
 
     Returns:
-        By way: seconds of every timed step, losses of all steps, and from the records of the timed steps: exchange,
+        By way: seconds and CPU seconds of every timed step, losses of all steps, and from the records of the timed steps: exchange,
         exposed, pair and predicted pair times in ms, peaks in bytes, bytes freed.
     """
     join_ranks()
@@ -97,17 +97,18 @@ def in_turns(
     return_freed_memory()
     rank = torch.distributed.get_rank()
     all_ways = {name: Way(path, memory_limit, accumulation, **way) for name, way in ways.items()}
-    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "losses": []} for name in all_ways}
+    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": [], "losses": []} for name in all_ways}
     for number in range(-_WARM_UP_STEPS, num_rounds):
         first = (number + _WARM_UP_STEPS) * accumulation
         batches = [rank_batch(batch_size, sequence_length, rank, first + one) for one in range(accumulation)]
         for name in list(all_ways)[:: 1 if number % 2 else -1]:  # no way is always first
             torch.distributed.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             found[name]["losses"] += all_ways[name].step(batches)
             torch.distributed.barrier()
             if number >= 0:
                 found[name]["seconds"].append(time.perf_counter() - start)
+                found[name]["cpu_seconds"].append(time.process_time() - cpu)
     for name, way in all_ways.items():
         records = list(way.plugin.runtime.records)[_WARM_UP_STEPS * accumulation :]
         fields = ("exchange_ms", "exposed_ms", "pair_ms", "predicted_pair_ms", "run_ms", "plan_ms", "peak_bytes")

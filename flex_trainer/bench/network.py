@@ -24,8 +24,12 @@ from typing import Any
 
 _PREFIX = "flexnet"
 _NETWORK = "10.77.0"  # nothing outside of the two namespaces sees it
-_BURST, _LATENCY = "512kb", "200ms"
-"""Of the token bucket: what may pass at once at the speed of memory, and how long a packet may wait in the queue."""
+_LATENCY = "200ms"
+"""Of the token bucket: how long a packet may wait in the queue."""
+_BURST_SECONDS, _LEAST_BURST_BYTES = 4e-3, 32 * 1024
+"""What may pass at once at the speed of memory: what the link carries in this time. It must be more than between two
+ticks of the kernel's clock (4 ms at most), and far less than an exchange, which would take no time otherwise."""
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,10 @@ def two_hosts(rate: str) -> Iterator[tuple[Host, Host]]:
     one.
 
     Args:
-        rate: as `tc` takes it, such as "1gbit".
+        rate: a number and kbit, mbit or gbit, such as "1gbit".
 
     Raises:
+        ValueError: another kind of rate.
         RuntimeError: the system refuses a step; what it said is in the message.
     """
     _remove_left_over()
@@ -107,7 +112,20 @@ def sent_bytes(interface: str) -> int:
 
 
 def _bucket(interface: str, rate: str) -> tuple[str, ...]:
-    return ("qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY)
+    burst = str(max(int(_bytes_per_second(rate) * _BURST_SECONDS), _LEAST_BURST_BYTES))
+    return ("qdisc", "add", "dev", interface, "root", "tbf", "rate", rate, "burst", burst, "latency", _LATENCY)
+
+
+def _bytes_per_second(rate: str) -> float:
+    """
+    Raises:
+        ValueError: a rate that is no number and unit.
+    """
+    for unit, bits in _UNITS.items():
+        number = rate.removesuffix(unit)
+        if number != rate and number.replace(".", "", 1).isdigit():
+            return float(number) * bits / 8
+    raise ValueError(f"rate={rate!r} must be a number and one of {', '.join(_UNITS)}, such as '1gbit'")
 
 
 def _ip(*words: str) -> None:

@@ -90,11 +90,12 @@ class OrderChoice:
         if not log.listens:
             return
         log.read()
+        exchanges = log.own_exchange_seconds()
         for side in (Side.FORWARD, Side.BACKWARD):
             stages = log.of(side)
             self._codes[side] = tuple(stage.key for stage in stages)
             for stage in stages:
-                new, old = _Times(stage.seconds, stage.exchange_seconds), self._times.get(stage.key)
+                new, old = _Times(stage.seconds, exchanges[stage.key]), self._times.get(stage.key)
                 if old is None:
                     self._times[stage.key] = new
                     continue

@@ -71,7 +71,12 @@ class Pair:
         if self._sharding is not None:
             self._sharding.begin(self.wait)
         self.log.begin(Side.FORWARD)
-        self.turns.start(worker, backward)
+
+        def run() -> None:
+            backward()
+            self.log.end(Side.BACKWARD)
+
+        self.turns.start(worker, run)
 
     def finish(self, error: BaseException | None = None) -> None:
         """The forward has ended: run the backward to its end. See `Turns.finish`."""
@@ -81,7 +86,6 @@ class Pair:
         finally:
             if self._sharding is not None:
                 self._sharding.end()
-        self.log.end(Side.BACKWARD)
 
     def sequence(self) -> int:
         """See `Waiting.sequence`."""

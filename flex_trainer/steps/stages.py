@@ -57,11 +57,15 @@ class RanStage:
         return self.resumed - self.waited
 
     @property
+    def arrived(self) -> float:
+        """When its exchange had ended; where that was not listened for, and it was there before it was waited for, at
+        the latest."""
+        return min(max(self.arrivals), self.resumed) if self.arrivals else self.resumed
+
+    @property
     def exchange_seconds(self) -> float:
-        """From the start of its exchange to the end; where that was not listened for, and it was there before it was
-        waited for, the most that it can have been."""
-        end = min(max(self.arrivals), self.resumed) if self.arrivals else self.resumed
-        return max(end - self.started, 0.0)
+        """From the start of its exchange to the end."""
+        return max(self.arrived - self.started, 0.0)
 
 
 class StageLog:
@@ -107,6 +111,15 @@ class StageLog:
         """The last stage of a side has ended."""
         stage = self._ended(side, None, is_repeated=False)
         stage.waited = stage.resumed = stage.started
+
+    def own_exchange_seconds(self) -> dict[tuple[str, int], float]:
+        """By the keys of stages: what their exchanges took, without the time in which one of the other side was under
+        way, which the network serves first."""
+        found, free = {}, 0.0
+        for stage in sorted(self.stages, key=lambda one: one.arrived):
+            found[stage.key] = max(stage.arrived - max(stage.started, free), 0.0)
+            free = max(free, stage.arrived)
+        return found
 
     def of(self, side: Side) -> list[RanStage]:
         return [stage for stage in self.stages if stage.side is side]
