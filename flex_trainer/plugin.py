@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ from flex_trainer.errors import UserError
 from flex_trainer.models.sharding import reshard
 from flex_trainer.ranks import num_ranks
 from flex_trainer.runtime import FlexRuntime
-from flex_trainer.steps.fused import FusedSteps, may_fuse
+from flex_trainer.steps.fused import FusedSteps, obstacle_to_fusing
 from flex_trainer.steps.transaction import Restorable, Transaction
 from flex_trainer.undo import replace_attribute
 
@@ -103,9 +104,7 @@ class FlexPlugin:
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
-        if self.runtime.config.fuse and may_fuse(self.runtime):
-            self.fused = FusedSteps(self.runtime, unwrapped)
-            self._undo.append(self._stop_fusing)
+        self._start_fusing(unwrapped)
         if is_sharded_at_load_time:
             self._wrap_clipping(accelerator)
         self._transaction = Transaction(
@@ -167,6 +166,15 @@ class FlexPlugin:
                 self.runtime.step += 1
 
         self._undo.append(replace_attribute(accelerator, "backward", backward))
+
+    def _start_fusing(self, model: nn.Module) -> None:
+        fuse = self.runtime.config.fuse
+        why_not = obstacle_to_fusing(self.runtime) if fuse else None
+        if fuse is True and why_not is not None:
+            warnings.warn(f"fuse=True has no effect: {why_not}.", stacklevel=3)
+        if fuse and why_not is None:
+            self.fused = FusedSteps(self.runtime, model)
+            self._undo.append(self._stop_fusing)
 
     def _stop_fusing(self) -> None:
         fused, self.fused = self.fused, None

@@ -19,6 +19,7 @@ from flex_trainer.compat import (
     allocator_settings,
     current_backward,
     fsdp_groups,
+    fsdp_pass_state,
     fsdp_policy,
     hooks_of_all_modules,
     is_in_backward,
@@ -159,6 +160,44 @@ def test_a_unit_tells_its_own_parameters_and_its_policy(tmp_path: Path) -> None:
         assert places == [[(model[0], "weight"), (model[0], "bias")], [(model[1], "weight")]]
         assert fsdp_policy(outer) == policy
         assert all(group.post_forward_mesh_info is not None for group in fsdp_groups(inner))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_fsdp_notes_of_a_pass_is_exchanged(tmp_path: Path) -> None:
+    """A forward that is half way is put aside, another one runs whole with its backward, and the first goes on."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(model[1], mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model(torch.ones(1, 2)).sum().backward()  # FSDP2 looks itself up in the first forward
+        passes = fsdp_pass_state(model)
+        assert len(passes.groups) == 2
+        found: list[list[bool]] = []
+
+        def other(*_: object) -> None:
+            handle.remove()
+            taken = passes.taken()
+            found.append([passes.is_inside(taken, number) for number in range(2)])
+            passes.begin()
+            found.append([passes.is_inside(passes.taken(), number) for number in range(2)])
+            flags = passes.gradient_flags()
+            passes.set_gradient_flags([(False, False)] * 2)
+            assert passes.gradient_flags() == [(False, False)] * 2
+            passes.set_gradient_flags(flags)
+            assert [passes.gather_under_way(group) for group in passes.groups] == [None, None]
+            passes.put(taken)
+            found.append([passes.is_inside(passes.taken(), number) for number in range(2)])
+
+        handle = model[0].register_forward_hook(other)
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        assert found == [[True, False], [False, False], [True, False]]
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        passes.gather_in_background(is_wanted=True)
+        assert all(group.unshard_async_op for group in passes.groups)
+        passes.gather_in_background(is_wanted=False)
     finally:
         dist.destroy_process_group()
 

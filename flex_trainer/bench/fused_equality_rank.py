@@ -74,11 +74,11 @@ def steps(
         options: settings of the model's config.
     """
     answers = []
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), "cuda" if torch.cuda.is_available() else "cpu"
     for is_fused in fuse:
         AcceleratorState._reset_state()
         PartialState._reset_state()
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        accelerator = Accelerator(cpu=device == "cpu", gradient_accumulation_steps=accumulation)
         model: Any = load_model(path, MeshSizes(*mesh), FLEX, **(options or {}))
         if is_skewed:
             _skew(model)
@@ -98,7 +98,7 @@ def steps(
                 model.set_requires_gradient_sync(is_last)
                 length = _LENGTH - (_LENGTH_STEP * ((step + number + 2 * rank) % 5) if is_uneven else 0)
                 batch = tiny_batch(model, _ROWS, length, seed=1000 * step + 10 * number + rank)
-                with torch.autocast("cpu", torch.bfloat16) if has_autocast else nullcontext():
+                with torch.autocast(device, torch.bfloat16) if has_autocast else nullcontext():
                     loss = model(**batch).loss
                 accelerator.backward(loss)
                 losses.append(float(loss.detach()))
@@ -144,7 +144,7 @@ def _skew(model: nn.Module) -> None:
 
 def _first_experts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     hidden_states, index, weights = args
-    return hidden_states, torch.arange(index.size(1)).expand_as(index), weights
+    return hidden_states, torch.arange(index.size(1), device=index.device).expand_as(index), weights
 
 
 def _take_random_orders(choice: OrderChoice, seed: int) -> None:

@@ -46,7 +46,7 @@ class Way:
         num_ranks = torch.distributed.get_world_size()
         self.model: PreTrainedModel = load_model(path, MeshSizes(num_ranks, num_ranks), FLEX)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self._accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=accumulation)
         self._accumulation = accumulation
         self.plugin = FlexPlugin(FlexConfig(memory_limit=memory_limit, fuse=fuse))
         if choices is not None:
@@ -64,7 +64,7 @@ class Way:
             is_last = number == self._accumulation - 1
             self._accelerator.gradient_state._set_sync_gradients(is_last)
             model.set_requires_gradient_sync(is_last)
-            loss = model(**batch).loss
+            loss = model(**{key: value.to(model.device) for key, value in batch.items()}).loss
             self._accelerator.backward(loss)
             losses.append(loss.detach())
         self.optimizer.step()
@@ -82,19 +82,43 @@ def in_turns(
     ways: Mapping[str, Mapping[str, Any]],
     num_rounds: int,
 ) -> dict[str, dict[str, Any]]:
+    """Join the ranks, and measure."""
+    join_ranks()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate asks for them; the group is there already
+    torch.set_num_threads(1)
+    return_freed_memory()
+    found = measure_ways(
+        path=path,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        accumulation=accumulation,
+        memory_limit=memory_limit,
+        ways=ways,
+        num_rounds=num_rounds,
+    )
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def measure_ways(
+    *,
+    path: str,
+    batch_size: int,
+    sequence_length: int,
+    accumulation: int,
+    memory_limit: str,
+    ways: Mapping[str, Mapping[str, Any]],
+    num_rounds: int,
+) -> dict[str, dict[str, Any]]:
     """A step of each way in turns, on this rank.
 
     Args:
         ways: by name: arguments of `Way`.
 
     Returns:
-        By way: seconds and CPU seconds of every timed step, losses of all steps, and from the records of the timed steps: exchange,
-        exposed, pair and predicted pair times in ms, peaks in bytes, bytes freed.
+        By way: seconds and CPU seconds of every timed step, losses of all steps, and from the records of the timed
+        steps: exchange, exposed, pair and predicted pair times in ms, peaks in bytes, bytes freed.
     """
-    join_ranks()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate asks for them; the group is there already
-    torch.set_num_threads(1)
-    return_freed_memory()
     rank = torch.distributed.get_rank()
     all_ways = {name: Way(path, memory_limit, accumulation, **way) for name, way in ways.items()}
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": [], "losses": []} for name in all_ways}
@@ -123,5 +147,4 @@ def in_turns(
             found[name]["exchange_alone_ms"] = 1e3 * sum(stage.exchange_seconds for stage in stages)
             found[name]["order"] = "".join(side.value for side in fused.choice.order)
         way.plugin.detach()
-    torch.distributed.destroy_process_group()
     return found

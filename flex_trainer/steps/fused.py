@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flex_trainer.activations.aside import is_recomputing
 from flex_trainer.compat import FsdpPassState, fsdp_pass_state
@@ -67,6 +68,7 @@ class FusedSteps:
         self._worker = Worker()
         self._pending: _Pending | None = None
         self._running: Pair | _Alone | None = None
+        self._has_failed = False
         self._alone_log: StageLog | None = None  # of a forward whose backward has not come yet
         self._undo: list[Callable[[], None]] = []
         for site, dispatcher in _dispatchers(runtime):
@@ -104,6 +106,7 @@ class FusedSteps:
             run: runs it.
             may_wait: whether nobody looks at the gradients before that.
         """
+        self._check()
         self.settle()
         micro_batch = self._only_waiting() if may_wait and loss.requires_grad else None
         if micro_batch is None:
@@ -154,7 +157,12 @@ class FusedSteps:
 
     @contextmanager
     def beside(self, start: Callable[[], MicroBatch]) -> Iterator[MicroBatch]:
-        """See `Neighbour.beside`."""
+        """See `Neighbour.beside`.
+
+        Raises:
+            RuntimeError: an earlier pair has failed, and nothing was attached anew since.
+        """
+        self._check()
         pending = self._pending
         micro_batch = None if pending is None else self._start_beside(pending, start)
         if pending is None or micro_batch is None:
@@ -182,8 +190,10 @@ class FusedSteps:
             yield micro_batch
         except BaseException as raised:  # raised again below, unless the backward has failed first
             error = raised
+        self._has_failed = True
         try:
             pair.finish(error)
+            self._has_failed = error is not None
         finally:
             self._running = None
         if error is not None:
@@ -213,6 +223,14 @@ class FusedSteps:
             self._runtime.forget(micro_batch)
         self.settle()
         return None
+
+    def _check(self) -> None:
+        if self._has_failed:
+            raise RuntimeError(
+                "an earlier micro-batch failed while its forward ran beside the backward of the one before it, so the "
+                "gradients of this step are incomplete. Detach, call zero_grad, attach again and repeat the step; or "
+                "set fuse=false, where code around the model catches errors of single micro-batches and goes on."
+            )
 
     def _new_log(self) -> StageLog:
         return StageLog(self._runtime.device, listens=self.choice.listens)
@@ -295,9 +313,15 @@ class _Alone:
         self._on_exchange(self._micro_batch, stage)
 
 
-def may_fuse(runtime: FlexRuntime) -> bool:
-    """Whether anything can hide: experts are spread over ranks by FlexTrainer's dispatch."""
-    return any(one.num_ranks > 1 for _, one in _dispatchers(runtime))
+def obstacle_to_fusing(runtime: FlexRuntime) -> str | None:
+    """Why forward and backward of two micro-batches are not run together, whatever it would save; None: they may be."""
+    if not any(one.num_ranks > 1 for _, one in _dispatchers(runtime)):
+        return "no experts are spread over ranks by FlexTrainer's dispatch (parallel: {ep: 2, dispatch: flex})"
+    # Hooks on other parameters are those by which transformers keeps replicated ones equal.
+    sharded = (parameter for parameter in runtime.model.parameters() if isinstance(parameter, DTensor))
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in sharded):
+        return "hooks run when gradients are accumulated (an optimizer that runs in backward) and may change weights"
+    return None
 
 
 def _dispatchers(runtime: FlexRuntime) -> list[tuple[Site, FlexEP]]:
