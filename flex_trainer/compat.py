@@ -195,7 +195,8 @@ def fsdp_pass_state(model: nn.Module) -> FsdpPassState:
 
     Private in torch 2.13; goes when two micro-batches may run at a time.
     """
-    return FsdpPassState([module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)])
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    return FsdpPassState(list(dict.fromkeys(states)))  # modules that were sharded together share one
 
 
 class FsdpPassState:
@@ -210,20 +211,27 @@ class FsdpPassState:
         self.groups: list[Any] = [group for state in states for group in state._fsdp_param_groups]
         """FSDP2's groups of parameters, each with `unshard`, `wait_for_unshard` and `reshard`."""
 
-    def taken(self, *, is_last_backward: bool | None = None) -> Any:
-        """The state as it is.
-
-        Args:
-            is_last_backward: where given, what is to be in its place: whether its backward ends the step.
-        """
-        context, communication = self._states[0]._state_ctx, self._states[0]._comm_ctx
-        is_last = context.is_last_backward if is_last_backward is None else is_last_backward
+    def taken(self) -> Any:
+        """The state as it is."""
+        context = self._states[0]._state_ctx
         return (
             [state._training_state for state in self._states],
             [set(state._modules_to_run_forward) for state in self._states],
             [(g._training_state, g._post_forward_indices, g.reduce_grads, g.all_reduce_grads) for g in self.groups],
-            (context.iter_forward_root, context.post_backward_final_callback_queued, is_last),
-            communication.post_forward_order,
+            (context.iter_forward_root, context.post_backward_final_callback_queued, context.is_last_backward),
+            self._states[0]._comm_ctx.post_forward_order,
+        )
+
+    def waiting(self, gradient_flags: list[tuple[bool, bool]]) -> Any:
+        """The state that the backward of the latest forward finds: it is in no unit, and does not end the step."""
+        idle = TrainingState.IDLE
+        groups = zip(self.groups, gradient_flags, strict=True)
+        return (
+            [idle] * len(self._states),
+            [set() for _ in self._states],
+            [(idle, group._post_forward_indices, *flags) for group, flags in groups],
+            (None, False, False),
+            self._states[0]._comm_ctx.post_forward_order,
         )
 
     def put(self, taken: Any) -> None:
@@ -239,24 +247,15 @@ class FsdpPassState:
         context.iter_forward_root, context.post_backward_final_callback_queued, context.is_last_backward = of_pass
         communication.post_forward_order = order
 
-    def begin(self) -> None:
-        """A pass of its own begins: no unit is in it, and none of its forward order is known."""
-        for state in self._states:
-            state._training_state = TrainingState.IDLE
-            state._modules_to_run_forward.clear()
+    def begin_forward(self) -> None:
+        """A forward begins, or has entered its root: it notes an order of its own."""
         for group in self.groups:
-            group._training_state, group._post_forward_indices = TrainingState.IDLE, []
-        context = self._states[0]._state_ctx
-        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+            group._post_forward_indices = []
         self._states[0]._comm_ctx.post_forward_order = []
 
     def gradient_flags(self) -> list[tuple[bool, bool]]:
         """Whether each group's backward reduces gradients over shards, and over replicas."""
         return [(group.reduce_grads, group.all_reduce_grads) for group in self.groups]
-
-    def set_gradient_flags(self, flags: list[tuple[bool, bool]]) -> None:
-        for group, (is_reduced, is_all_reduced) in zip(self.groups, flags, strict=True):
-            group.reduce_grads, group.all_reduce_grads = is_reduced, is_all_reduced
 
     def is_inside(self, taken: Any, number: int) -> bool:
         """Whether the pass of `taken` is inside of group `number`."""
@@ -269,11 +268,6 @@ class FsdpPassState:
         if result is None:
             return None
         return [] if result.all_gather_work is None else [result.all_gather_work]
-
-    def gather_in_background(self, is_wanted: bool) -> None:
-        """Whether gathers return at once on a device without streams (a CPU)."""
-        for group in self.groups:
-            group.unshard_async_op = is_wanted
 
 
 def allocator_settings() -> str:

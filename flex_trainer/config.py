@@ -80,7 +80,7 @@ class FlexConfig:
     loaded evenly without an auxiliary loss (DeepSeek-V3 used 0.001). 0: biases stay as they are. For models that
     have such a bias: DeepSeek-V3, GLM-4.5 and others."""
 
-    fuse: str | bool = "auto"
+    fuse: str | bool = False
     """Whether the forward of a micro-batch runs together with the backward of the one before it, so that the exchanges
     between ranks of each hide behind the other (experts on several ranks, gradient accumulation of 2 or more). "auto":
     where it was found to pay."""

@@ -104,7 +104,7 @@ class FlexPlugin:
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
-        self._start_fusing(unwrapped)
+        self._start_fusing(accelerator, unwrapped)
         if is_sharded_at_load_time:
             self._wrap_clipping(accelerator)
         self._transaction = Transaction(
@@ -167,19 +167,38 @@ class FlexPlugin:
 
         self._undo.append(replace_attribute(accelerator, "backward", backward))
 
-    def _start_fusing(self, model: nn.Module) -> None:
+    def _start_fusing(self, accelerator: Accelerator, model: nn.Module) -> None:
         fuse = self.runtime.config.fuse
         why_not = obstacle_to_fusing(self.runtime) if fuse else None
         if fuse is True and why_not is not None:
             warnings.warn(f"fuse=True has no effect: {why_not}.", stacklevel=3)
         if fuse and why_not is None:
-            self.fused = FusedSteps(self.runtime, model)
+            self.fused = fused = FusedSteps(self.runtime, model)
             self._undo.append(self._stop_fusing)
+            # Gradients must be whole when somebody looks at all of them, in windows of whatever form.
+            for optimizer in prepared_optimizers(accelerator):
+                handle = optimizer.optimizer.register_step_pre_hook(lambda *_: fused.settle())
+                self._undo.append(handle.remove)
+            original = accelerator.clip_grad_norm_
+
+            @functools.wraps(original)
+            def clip(*args: Any, **kwargs: Any) -> Any:
+                fused.settle()
+                return original(*args, **kwargs)
+
+            self._undo.append(replace_attribute(accelerator, "clip_grad_norm_", clip))
 
     def _stop_fusing(self) -> None:
         fused, self.fused = self.fused, None
         if fused is not None:
-            fused.stop(has_failed=sys.exc_info()[0] is not None)
+            has_failed = sys.exc_info()[0] is not None
+            if has_failed and fused.has_pending:
+                warnings.warn(
+                    "detached while an error is handled: the backward of the latest micro-batch, which was put off, is "
+                    "dropped, and its gradients with it.",
+                    stacklevel=3,
+                )
+            fused.stop(has_failed=has_failed)
 
     def _wrap_clipping(self, accelerator: Accelerator) -> None:
         """accelerate clips by torch's function, which raises for experts and other weights on meshes of their own."""

@@ -178,26 +178,23 @@ def test_what_fsdp_notes_of_a_pass_is_exchanged(tmp_path: Path) -> None:
 
         def other(*_: object) -> None:
             handle.remove()
+            waiting = passes.waiting([(False, False)] * 2)
+            passes.begin_forward()
             taken = passes.taken()
             found.append([passes.is_inside(taken, number) for number in range(2)])
-            passes.begin()
+            passes.put(waiting)
             found.append([passes.is_inside(passes.taken(), number) for number in range(2)])
-            flags = passes.gradient_flags()
-            passes.set_gradient_flags([(False, False)] * 2)
             assert passes.gradient_flags() == [(False, False)] * 2
-            passes.set_gradient_flags(flags)
             assert [passes.gather_under_way(group) for group in passes.groups] == [None, None]
             passes.put(taken)
             found.append([passes.is_inside(passes.taken(), number) for number in range(2)])
+            assert passes.gradient_flags() == [(True, True)] * 2
 
         handle = model[0].register_forward_hook(other)
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         assert found == [[True, False], [False, False], [True, False]]
         assert all(parameter.grad is not None for parameter in model.parameters())
-        passes.gather_in_background(is_wanted=True)
-        assert all(group.unshard_async_op for group in passes.groups)
-        passes.gather_in_background(is_wanted=False)
     finally:
         dist.destroy_process_group()
 

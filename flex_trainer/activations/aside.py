@@ -54,9 +54,11 @@ def changes_aside() -> Iterator[None]:
     changes = [change for change in _changes() if change is not None]
     for change in reversed(changes):
         change.put_aside()
-    yield
-    for change in changes:
-        change.take_up()
+    try:
+        yield
+    finally:  # also where the other one has failed: what ends then puts back what the process has by now
+        for change in changes:
+            change.take_up()
 
 
 def _changes() -> list[Change | None]:

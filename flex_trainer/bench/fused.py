@@ -42,14 +42,14 @@ BOUNDS = {
     "pair_time_error_percent": 10.0,
 }
 PARTS = ("equality", "link", "loopback", "memory", "planning")
-LINK_RATE = "350mbit"
+LINK_RATE = "250mbit"
 """At which exchanges of the shape take about as long as computing."""
 ACCUMULATION = 16
 MEGATRON = "BFFBF"
 """Of a layer pair: combine-backward beside attention-forward, expert-backward beside dispatch-forward, ..."""
 SHAPE = replace(SPEED, name="fused", config={**SPEED.config, "num_hidden_layers": 4}, batch_size=4, sequence_length=128)
 _AMPLE = "6GiB"
-_NUM_ROUNDS = 5
+_NUM_ROUNDS = 3
 
 
 def measure(is_quick: bool) -> tuple[dict[str, Any], dict[str, float], dict[str, bool]]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from flex_trainer.activations.aside import is_recomputing
 from flex_trainer.compat import FsdpPassState, fsdp_pass_state
@@ -37,6 +36,7 @@ from flex_trainer.steps.order_choice import OrderChoice
 from flex_trainer.steps.pair import Pair
 from flex_trainer.steps.stages import RanStage, StageLog, timeline
 from flex_trainer.steps.turns import Worker
+from flex_trainer.steps.two_passes import TwoPasses
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 
@@ -69,13 +69,18 @@ class FusedSteps:
         self._pending: _Pending | None = None
         self._running: Pair | _Alone | None = None
         self._has_failed = False
+        self._has_put_off = False
         self._alone_log: StageLog | None = None  # of a forward whose backward has not come yet
         self._undo: list[Callable[[], None]] = []
         for site, dispatcher in _dispatchers(runtime):
             waiting = _LayerWaiting(self, site)
             self._undo.append(replace_attribute(dispatcher.transport, "waiting", waiting))
         self._undo.append(replace_attribute(runtime, "neighbour", self))
-        self._share_memory()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a backward was put off and has not run."""
+        return self._pending is not None
 
     def stop(self, *, has_failed: bool = False) -> None:
         """Give everything back; a backward that was put off is run first.
@@ -95,7 +100,7 @@ class FusedSteps:
 
     def _share_memory(self) -> None:
         """While pairs run, two micro-batches are in flight (W of Algorithm 1)."""
-        self._runtime.follow_schedule(2 if self.choice.is_on else None)
+        self._runtime.follow_schedule(2 if self.choice.is_on and self._has_put_off else None)
 
     # The caller's backward
 
@@ -108,29 +113,36 @@ class FusedSteps:
         """
         self._check()
         self.settle()
-        micro_batch = self._only_waiting() if may_wait and loss.requires_grad else None
-        if micro_batch is None:
+        if not may_wait:
             run()
-        elif self.choice.is_on:
+            return
+        micro_batch = self._only_waiting() if loss.requires_grad else None
+        if not self.choice.is_on:
+            self._run_alone(micro_batch, run)
+        elif all(row[0] for row in agree([int(micro_batch is not None)], self._runtime.device)):
+            assert micro_batch is not None
             flags = [] if self._passes is None else self._passes.gradient_flags()
             self._pending = _Pending(micro_batch, _in_state_of_this_thread(loss.device, run), flags)
+            self._has_put_off = True
+            self._share_memory()
         else:
-            self._run_alone(micro_batch, run)
+            run()
 
     def settle(self) -> None:
-        """Run the backward that was put off by itself, if there is one."""
+        """Run the backward that was put off by itself, if there is one. A forward may have begun."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         if self._passes is None:
             pending.run()
             return
-        flags = self._passes.gradient_flags()
-        self._passes.set_gradient_flags(pending.gradient_flags)
+        sharding = TwoPasses(self._passes, pending.gradient_flags, _wait_here)
+        sharding.begin()
         try:
+            sharding.switch(Side.BACKWARD)
             pending.run()
         finally:
-            self._passes.set_gradient_flags(flags)
+            sharding.end()
 
     def _only_waiting(self) -> MicroBatch | None:
         """The one micro-batch in flight, if its backward is the next thing to come and can be run in another thread."""
@@ -141,15 +153,16 @@ class FusedSteps:
         is_waiting = one.is_forward_done and not one.has_backward_begun
         return one if is_waiting and one.entered is None else None
 
-    def _run_alone(self, micro_batch: MicroBatch, run: Callable[[], None]) -> None:
-        """A backward that could have been put off: what it takes by itself is learnt."""
+    def _run_alone(self, micro_batch: MicroBatch | None, run: Callable[[], None]) -> None:
+        """A backward that could have been put off: what it takes by itself is learnt. All ranks choose then, whatever
+        each has seen."""
         log, self._alone_log = self._alone_log, None
-        if log is None:
+        if log is None or micro_batch is None:
             run()
-            return
-        with self._by_itself(_Alone(micro_batch, Side.BACKWARD, log, self._note)):
-            run()
-        self.choice.learn(log)
+        else:
+            with self._by_itself(_Alone(micro_batch, Side.BACKWARD, log, self._note)):
+                run()
+            self.choice.learn(log)
         self.choice.choose()
         self._share_memory()
 
@@ -228,8 +241,8 @@ class FusedSteps:
         if self._has_failed:
             raise RuntimeError(
                 "an earlier micro-batch failed while its forward ran beside the backward of the one before it, so the "
-                "gradients of this step are incomplete. Detach, call zero_grad, attach again and repeat the step; or "
-                "set fuse=false, where code around the model catches errors of single micro-batches and goes on."
+                "gradients of this step are incomplete. Start again from the last checkpoint; or set fuse=false, where "
+                "code around the model catches errors of single micro-batches and goes on."
             )
 
     def _new_log(self) -> StageLog:
@@ -317,10 +330,11 @@ def obstacle_to_fusing(runtime: FlexRuntime) -> str | None:
     """Why forward and backward of two micro-batches are not run together, whatever it would save; None: they may be."""
     if not any(one.num_ranks > 1 for _, one in _dispatchers(runtime)):
         return "no experts are spread over ranks by FlexTrainer's dispatch (parallel: {ep: 2, dispatch: flex})"
-    # Hooks on other parameters are those by which transformers keeps replicated ones equal.
-    sharded = (parameter for parameter in runtime.model.parameters() if isinstance(parameter, DTensor))
-    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in sharded):
-        return "hooks run when gradients are accumulated (an optimizer that runs in backward) and may change weights"
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in runtime.model.parameters()):
+        return (
+            "hooks run when gradients are accumulated: an optimizer that runs in backward, or an average over ranks of "
+            "what was added to a sharded model (adapters), which goes by the micro-batch that the loop is at"
+        )
     return None
 
 
@@ -328,6 +342,11 @@ def _dispatchers(runtime: FlexRuntime) -> list[tuple[Site, FlexEP]]:
     """With the sites of their experts."""
     found = ((one.site, dispatcher_of(one.module)) for one in runtime.part().managed.map.experts)
     return [(site, one) for site, one in found if isinstance(one, FlexEP)]
+
+
+def _wait_here(works: Sequence[Work], exchange: Exchange) -> None:
+    for work in works:
+        work.wait()
 
 
 def _in_state_of_this_thread(device: torch.device, function: Callable[[], None]) -> Callable[[], None]:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from flex_trainer.planner.fusion import Order, Side, Stage, Window, sequential
+from flex_trainer.planner.fusion_cache import OrderCache
 from flex_trainer.planner.fusion_cost import simulate
-from flex_trainer.planner.fusion_order import plan_order
 from flex_trainer.ranks import this_rank
 from flex_trainer.steps.agreement import agree
 from flex_trainer.steps.stages import StageLog
@@ -65,6 +65,7 @@ class OrderChoice:
         """The same, one after the other."""
         self._is_auto = fuse == "auto"
         self._device = device
+        self._orders = OrderCache(step_bytes=1)
         self._fixed: Order | None = None
         self._times: dict[tuple[str, int], _Times] = {}
         self._codes: dict[Side, tuple[tuple[str, int], ...]] = {}
@@ -133,7 +134,8 @@ class OrderChoice:
         self.window = window
         if self._fixed is not None:
             return
-        planned = plan_order(window, None)
+        structure = tuple((stage.name, stage.seconds, stage.exchange_seconds) for stage in _stages(window))
+        planned = self._orders.find(structure, None, lambda: window)
         assert planned is not None, "without a limit any order fits"
         one_after_the_other = simulate(window, sequential(window)).seconds
         overhead = _HAND_OVER_SECONDS * _num_switches(planned.order)
@@ -150,8 +152,12 @@ class OrderChoice:
                 "together from now on" if self.is_on else "one after the other",
                 self.pair_seconds * 1e3,
                 one_after_the_other * 1e3,
-                sum(stage.exchange_seconds for stage in (*window.forward, *window.backward)) * 1e3,
+                sum(stage.exchange_seconds for stage in _stages(window)) * 1e3,
             )
+
+
+def _stages(window: Window) -> tuple[Stage, ...]:
+    return (*window.forward, *window.backward)
 
 
 def _num_switches(order: Order) -> int:

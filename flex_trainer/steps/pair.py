@@ -13,11 +13,9 @@ recomputation changes (activations/aside.py), clocks. A unit of FSDP2 stays gath
 
 from __future__ import annotations
 
-import functools
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from flex_trainer.activations.aside import changes_aside, is_recomputing, may_hand_over
 from flex_trainer.compat import FsdpPassState
@@ -25,9 +23,9 @@ from flex_trainer.experts.handover import Exchange, Work
 from flex_trainer.planner.fusion import Side
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.steps.stages import RanStage, StageLog
-from flex_trainer.steps.turns import Turns, Worker, other_side
+from flex_trainer.steps.turns import Turns, Worker
+from flex_trainer.steps.two_passes import TwoPasses
 from flex_trainer.strategy import Site
-from flex_trainer.undo import replace_attribute
 
 
 class Pair:
@@ -36,11 +34,10 @@ class Pair:
     Args:
         forward, backward: the micro-batches.
         order: see Turns.
-        passes: of the model, where its weights are sharded: as they are at the beginning of the backward, but for its
-            gradient flags.
+        log: its stages are noted there.
+        passes: of the model, where its weights are sharded, once the forward has entered the root.
         gradient_flags: of the backward (`FsdpPassState.gradient_flags`).
         on_switch: hears which micro-batch runs next.
-        log: its stages are noted there.
         on_exchange: hears of each exchange that has ended, and whose it was.
         room_bytes: what is free now, of which values that are recomputed ahead may take half.
     """
@@ -63,13 +60,13 @@ class Pair:
         self._on_switch = on_switch
         self._on_exchange = on_exchange
         self._room_bytes = room_bytes
-        self._sharding = _TwoPasses(passes, gradient_flags or [], self.turns) if passes is not None else None
+        self._sharding = None if passes is None else TwoPasses(passes, gradient_flags or [], self.wait)
         self._sequence = 0
 
     def start(self, worker: Worker, backward: Callable[[], None]) -> None:
         """The forward begins now, in this thread."""
         if self._sharding is not None:
-            self._sharding.begin(self.wait)
+            self._sharding.begin()
         self.log.begin(Side.FORWARD)
 
         def run() -> None:
@@ -102,7 +99,8 @@ class Pair:
         is_repeated = is_recomputing()
         stage = self.log.exchange_starts(side, exchange, works, is_repeated=is_repeated)
         self._sequence = zlib.crc32(stage.code.encode(), self._sequence)
-        if may_hand_over() and self.turns.next_is_other():
+        is_others = self.turns.next_is_other()
+        if is_others and may_hand_over():
             self._hand_over(side)
         if experts is not None and side is Side.BACKWARD and not is_repeated:
             self._recompute_ahead(works, experts)
@@ -116,8 +114,14 @@ class Pair:
         """Until the works are done, or there is nothing to recompute. It has to be done anyhow, so time is not lost."""
         scope = self._micro_batches[Side.BACKWARD].scope
         while scope is not None and not all(work.is_completed() for work in works):
-            if not scope.recompute_ahead(experts.layer, experts.name, self._room_bytes() // 2):
+            if not scope.recompute_ahead(experts.layer, experts.name, self._room_ahead()):
                 return
+
+    def _room_ahead(self) -> int:
+        """Half of what is free beyond what the forward may still take by its plan."""
+        forward = self._micro_batches[Side.FORWARD]
+        planned_bytes = 0 if forward.plan is None else forward.plan.peak_bytes - forward.ledger.held_bytes
+        return max(self._room_bytes() - max(planned_bytes, 0), 0) // 2
 
     def _hand_over(self, side: Side) -> None:
         micro_batch = self._micro_batches[side]
@@ -141,58 +145,3 @@ class Pair:
             self._sharding.switch(to)
         self.log.begin(to)
         self._on_switch(self._micro_batches[to])
-
-
-class _TwoPasses:
-    """FSDP2 with two passes through one model: each side finds what it left."""
-
-    def __init__(self, passes: FsdpPassState, gradient_flags: list[tuple[bool, bool]], turns: Turns) -> None:
-        self._passes = passes
-        self._backward_flags = gradient_flags
-        self._turns = turns
-        self._taken: dict[Side, Any] = {}
-        self._side = Side.FORWARD
-        self._undo: list[Callable[[], None]] = []
-
-    def begin(self, wait: Callable[[Sequence[Work], Exchange], None]) -> None:
-        passes = self._passes
-        forward_flags = passes.gradient_flags()
-        passes.set_gradient_flags(self._backward_flags)
-        self._taken[Side.BACKWARD] = passes.taken(is_last_backward=False)
-        passes.set_gradient_flags(forward_flags)
-        passes.begin()
-        for number, group in enumerate(passes.groups):
-            reshard = functools.partial(self._reshard, number, group.reshard)
-            gather = functools.partial(self._wait_for_gather, group, group.wait_for_unshard, wait)
-            self._undo += [
-                replace_attribute(group, "reshard", reshard),
-                replace_attribute(group, "wait_for_unshard", gather),
-            ]
-        passes.gather_in_background(is_wanted=True)
-
-    def switch(self, to: Side) -> None:
-        if to is not self._side:
-            self._taken[self._side] = self._passes.taken()
-            self._passes.put(self._taken[to])
-            self._side = to
-
-    def end(self) -> None:
-        self.switch(Side.FORWARD)
-        self._passes.gather_in_background(is_wanted=False)
-        while self._undo:
-            self._undo.pop()()
-
-    def _reshard(self, number: int, original: Callable[[], None]) -> None:
-        if not self._passes.is_inside(self._taken[other_side(self._side)], number):
-            original()
-
-    def _wait_for_gather(
-        self,
-        group: Any,
-        original: Callable[[], None],
-        wait: Callable[[Sequence[Work], Exchange], None],
-    ) -> None:
-        works = self._passes.gather_under_way(group)
-        if works is not None:
-            wait(works, Exchange.GATHER)
-        original()

@@ -1,9 +1,9 @@
 """Two threads that take turns: one runs, the other one waits, and which of them runs next is said by an order.
 
-    turns = Turns(order)                     turns.run_beside(backward)      in the other thread, when its turn comes
-    F: turns.next()                          hands over if the order says so; returns when F's turn comes again
-    B: turns.next()                          the same, from the other side
-    F: turns.finish()                        the forward has ended: the backward runs to its end
+    turns.start(worker, backward)            the backward waits in the worker's thread for its first turn
+    F: if turns.next_is_other():             the order says whose stage comes next
+           turns.hand_over()                 returns when F's turn comes again
+    turns.finish()                           the forward has ended: the backward runs to its end
 
 Never more than one thread runs, so nothing that both touch needs a lock. When one side ends, the other one goes on by
 itself. Where a side fails, the other one is ended at its next turn, and the error is raised in the main thread with its
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 
 from flex_trainer.planner.fusion import Side
+
+_JOIN_SECONDS = 10.0
 
 
 def other_side(side: Side) -> Side:
@@ -45,6 +47,7 @@ class Turns:
         self._ended: set[Side] = set()
         self._error: BaseException | None = None  # of the backward
         self._is_failed = False
+        self._has_started = False
 
     @property
     def running(self) -> Side:
@@ -57,8 +60,13 @@ class Turns:
         return other_side(self._turn) in self._ended
 
     def start(self, worker: Worker, backward: Callable[[], None]) -> None:
-        """Called by the forward's thread: have the backward run beside it, from its first turn on."""
+        """Called by the forward's thread: have the backward run beside it, from its first turn on.
+
+        Raises:
+            Ended: the backward has failed in its first turn.
+        """
         worker.run(lambda: self._run_backward(backward))
+        self._has_started = True
         if next(self._order, Side.FORWARD) is Side.BACKWARD:
             self._switch(Side.BACKWARD)
 
@@ -91,13 +99,15 @@ class Turns:
         Raises:
             BaseException: what the backward has failed with.
         """
+        if not self._has_started:
+            return
         self._is_failed = self._is_failed or error is not None
         self._end(Side.FORWARD)
-        with self._changed:
-            while Side.BACKWARD not in self._ended:
-                self._changed.wait()
+        interruption = self._until(lambda: Side.BACKWARD in self._ended)
         if self._error is not None and (error is None or isinstance(error, Ended)):
             raise self._error
+        if interruption is not None:
+            raise interruption
 
     def _run_backward(self, backward: Callable[[], None]) -> None:
         try:
@@ -119,20 +129,38 @@ class Turns:
         self._wait_for(me)
 
     def _wait_for(self, side: Side) -> None:
-        with self._changed:
-            while self._turn is not side:
-                self._changed.wait()
+        interruption = self._until(lambda: self._turn is side or side is Side.FORWARD and Side.BACKWARD in self._ended)
+        if interruption is not None:
+            raise interruption
         if self._is_failed:
             raise Ended
+
+    def _until(self, is_reached: Callable[[], bool]) -> BaseException | None:
+        """Wait. An interruption from outside (Ctrl-C) ends the other side at its next turn, and is returned only then:
+        two threads never run at a time. A second one is raised at once."""
+        try:
+            with self._changed:
+                self._changed.wait_for(is_reached)
+            return None
+        except BaseException as interruption:
+            self._is_failed = True
+            with self._changed:
+                self._changed.wait_for(lambda: Side.BACKWARD in self._ended)
+            return interruption
 
     def _end(self, side: Side) -> None:
         with self._changed:
             self._ended.add(side)
             other = other_side(side)
-            if self._turn is side and other not in self._ended:
-                self._on_switch(other)
-                self._turn = other
-            self._changed.notify_all()
+            try:
+                if self._turn is side and other not in self._ended:
+                    self._on_switch(other)
+            except BaseException as error:  # raised in the forward's thread, which must wake up for that
+                self._error, self._is_failed = self._error or error, True
+            finally:
+                if self._turn is side and other not in self._ended:
+                    self._turn = other
+                self._changed.notify_all()
 
 
 class Worker:
@@ -154,7 +182,7 @@ class Worker:
         """End the thread once its jobs are done."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            self._thread.join(_JOIN_SECONDS)  # after an error it may wait for a rank that is gone
             self._thread = None
 
     def _work(self) -> None:

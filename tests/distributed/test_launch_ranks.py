@@ -145,12 +145,11 @@ def test_a_rank_that_fails_is_named_and_ends_the_other(directory: Path, how: str
     ("how", "told"),
     [
         ("fused-backward", "rank 1 of 2 on {host}: ValueError: rank 1 has had enough"),
-        pytest.param(
-            "fused-forward", "rank 1 of 2 on {host}: ValueError: rank 1 has had enough", marks=pytest.mark.sweep
-        ),
-        pytest.param("fused-kill", "Signal 9 (SIGKILL)", marks=pytest.mark.sweep),
+        ("fused-forward", "rank 1 of 2 on {host}: ValueError: rank 1 has had enough"),
+        ("fused-kill", "Signal 9 (SIGKILL)"),
     ],
 )
+@pytest.mark.sweep  # quick: tests/steps/test_turns.py
 def test_a_rank_that_fails_while_forward_and_backward_run_together(directory: Path, how: str, told: str) -> None:
     time_file = directory / "failed"
     changes = ("report.to=[]", "flex.fuse=true", "training.gradient_accumulation_steps=4")
