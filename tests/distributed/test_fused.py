@@ -90,6 +90,11 @@ def test_a_rank_without_tokens(two_ranks: RankPool, directory: Path, choices: st
     check(two_ranks, saved_model(directory, "mixtral"), choices=choices, is_skewed=True)
 
 
+def test_a_root_with_weights_of_its_own(two_ranks: RankPool, directory: Path) -> None:
+    """The forward is inside of FSDP2's root all the time, and the backward ends there."""
+    check(two_ranks, saved_model(directory, "deepseek_v4"), choices="mixed", accumulation=3, order_seed=2)
+
+
 def test_planned(two_ranks: RankPool, directory: Path) -> None:
     check(two_ranks, saved_model(directory, "deepseek_v3"), num_steps=3, accumulation=3)
 
