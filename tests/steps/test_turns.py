@@ -149,3 +149,59 @@ def test_a_worker_that_was_stopped_starts_again(worker: Worker) -> None:
     assert worker_is_free(worker)
     worker.stop()
     assert worker_is_free(worker)
+
+
+def test_where_the_backward_cannot_be_started_nobody_waits(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    turns = Turns([])
+    monkeypatch.setattr(worker, "run", refuse)
+    with pytest.raises(RuntimeError, match="new thread") as caught:
+        turns.start(worker, lambda: None)
+    turns.finish(caught.value)
+    monkeypatch.undo()
+
+
+def test_a_switch_that_fails_wakes_the_forward(worker: Worker) -> None:
+    """What is called at a switch may meet a broken device."""
+    num_switches = 0
+
+    def switch(side: Side) -> None:
+        nonlocal num_switches
+        num_switches += 1
+        if num_switches == 2:
+            raise ArithmeticError("a broken device")
+
+    turns = Turns([], switch)
+    turns.start(worker, lambda: None)
+    with pytest.raises(Ended):
+        stages(turns, "f", 2, [])
+    with pytest.raises(ArithmeticError, match="a broken device"):
+        turns.finish(Ended())
+
+
+def test_an_interruption_waits_until_the_backward_has_stopped(worker: Worker) -> None:
+    """Ctrl-C reaches the main thread while the backward runs: two threads never run at a time."""
+    seen: list[str] = []
+    turns = Turns([])
+    waiting = turns._changed.wait_for
+
+    def backward() -> None:
+        if turns.next_is_other():
+            turns.hand_over()
+        seen.append("never")
+
+    def interrupted(*args: object, **kwargs: object) -> bool:
+        if threading.current_thread() is threading.main_thread() and not seen:
+            seen.append("interrupted")
+            raise KeyboardInterrupt
+        return waiting(*args, **kwargs)  # type: ignore[arg-type]
+
+    turns._changed.wait_for = interrupted  # type: ignore[method-assign, assignment]
+    turns.start(worker, backward)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        stages(turns, "f", 3, [])
+    turns.finish(caught.value)
+    assert seen == ["interrupted"]
+    assert worker_is_free(worker)
