@@ -49,7 +49,7 @@ def check(
 
 
 @pytest.mark.parametrize("architecture", first_quick(FAMILIES, 1))
-@pytest.mark.parametrize("choices", first_quick(("keep", "recomputed_dispatch", "recompute", "offload", "mixed"), 2))
+@pytest.mark.parametrize("choices", first_quick(("keep", "recomputed_dispatch", "recompute", "offload", "mixed")))
 def test_under_every_strategy(two_ranks: RankPool, directory: Path, architecture: str, choices: str) -> None:
     check(two_ranks, saved_model(directory, architecture), choices=choices)
 
@@ -80,7 +80,7 @@ def test_under_autocast(two_ranks: RankPool, directory: Path, choices: str) -> N
     check(two_ranks, saved_model(directory, "glm4_moe"), choices=choices, has_autocast=True)
 
 
-@pytest.mark.parametrize("choices", first_quick(("recomputed_dispatch", "keep")))
+@pytest.mark.parametrize("choices", first_quick(("recomputed_dispatch", "keep"), 0))
 def test_uneven_lengths(two_ranks: RankPool, directory: Path, choices: str) -> None:
     check(two_ranks, saved_model(directory, "deepseek_v3"), choices=choices, is_uneven=True, accumulation=3)
 
@@ -95,6 +95,7 @@ def test_a_root_with_weights_of_its_own(two_ranks: RankPool, directory: Path) ->
     check(two_ranks, saved_model(directory, "deepseek_v4"), choices="mixed", accumulation=3, order_seed=2)
 
 
+@pytest.mark.sweep
 def test_planned(two_ranks: RankPool, directory: Path) -> None:
     check(two_ranks, saved_model(directory, "deepseek_v3"), num_steps=3, accumulation=3)
 
@@ -136,6 +137,7 @@ def test_a_trainer_sees_nothing_of_it(two_ranks: RankPool, tmp_path: Path) -> No
     assert answers["true"][1]["losses"][-2:] == answers["true"][0]["losses"][-2:]
 
 
+@pytest.mark.sweep
 def test_auto_measures_and_then_decides(two_ranks: RankPool, tmp_path: Path) -> None:
     """On one machine, with nothing to hide of a tiny model, whatever it decides changes no loss."""
     (tmp_path / "r.yaml").write_text(DEEPSEEK + "flex: {memory_limit: 3GiB}\n")
