@@ -104,9 +104,9 @@ class FlexPlugin:
         self.runtime.attach(unwrapped)
         self._undo.append(self.runtime.detach)
         self._wrap_backward(accelerator)
-        self._start_fusing(accelerator, unwrapped)
         if is_sharded_at_load_time:
             self._wrap_clipping(accelerator)
+        self._start_fusing(accelerator)
         self._transaction = Transaction(
             self.runtime,
             (lambda: _SyncFlag(accelerator), *self._remember),
@@ -167,13 +167,13 @@ class FlexPlugin:
 
         self._undo.append(replace_attribute(accelerator, "backward", backward))
 
-    def _start_fusing(self, accelerator: Accelerator, model: nn.Module) -> None:
+    def _start_fusing(self, accelerator: Accelerator) -> None:
         fuse = self.runtime.config.fuse
         why_not = obstacle_to_fusing(self.runtime) if fuse else None
         if fuse is True and why_not is not None:
             warnings.warn(f"fuse=True has no effect: {why_not}.", stacklevel=3)
         if fuse and why_not is None:
-            self.fused = fused = FusedSteps(self.runtime, model)
+            self.fused = fused = FusedSteps(self.runtime)
             self._undo.append(self._stop_fusing)
             # Gradients must be whole when somebody looks at all of them, in windows of whatever form.
             for optimizer in prepared_optimizers(accelerator):

@@ -67,8 +67,8 @@ class _Restored:
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
-        self._found = [_Bindings(part.module) for part in parts]
-        self._own: list[_Bindings] = []
+        self._found = [Bindings(part.module) for part in parts]
+        self._own: list[Bindings] = []
         self._streams: list[list[tuple[torch.Generator, torch.Tensor]]] = []
 
     def begin(self, name: str) -> None:
@@ -81,12 +81,12 @@ class _Restored:
             bindings.bind()
 
     def put_aside(self) -> None:
-        self._own = [_Bindings(part.module) for part in self._parts]
+        self._own = [Bindings(part.module) for part in self._parts]
         self._streams = [part.streams_now() for part in self._parts]
         self.end()
 
     def take_up(self) -> None:
-        self._found = [_Bindings(part.module) for part in self._parts]
+        self._found = [Bindings(part.module) for part in self._parts]
         for part, bindings, streams in zip(self._parts, self._own, self._streams, strict=True):
             bindings.bind()
             part.go_on_with(streams)
@@ -185,7 +185,7 @@ class _Value:
         return self._content if type(self._content) in SCALARS else _SAME
 
 
-class _Bindings:
+class Bindings:
     """What a module's names are bound to when a recomputation begins."""
 
     __slots__ = ("_attributes", "_buffers", "_is_training", "_module", "_unsaved")

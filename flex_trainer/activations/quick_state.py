@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from flex_trainer.activations.aside import changing
 from flex_trainer.activations.first_parameters import FirstParameters
-from flex_trainer.activations.module_state import SCALARS, ModuleState
+from flex_trainer.activations.module_state import SCALARS, Bindings, ModuleState
 from flex_trainer.module_values import CONTAINERS, NOT_STATE
 
 
@@ -81,11 +81,11 @@ class _Restored:
     def __init__(self, parts: list[nn.Module], first: list[dict[str, Any]]) -> None:
         self._parts = parts
         self._first = first
-        self._found: list[_Bindings] = []
-        self._own: list[tuple[dict[str, Any], tuple[dict[str, Any], set[str]]]] = []
+        self._found: list[_Found] = []
+        self._own: list[Bindings] = []
 
     def begin(self) -> None:
-        self._found = [_Bindings(part, first) for part, first in zip(self._parts, self._first, strict=True)]
+        self._found = [_Found(part, first) for part, first in zip(self._parts, self._first, strict=True)]
         for part, first, found in zip(self._parts, self._first, self._found, strict=True):
             # The first run found no buffers; some made since (a cache, say) are put aside.
             found.take_buffers(part)
@@ -97,24 +97,18 @@ class _Restored:
             found.give_back(part, first)
 
     def put_aside(self) -> None:
-        """What the recomputation has bound so far, at the wait where another thread comes in, is kept in its turn."""
-        own = [dict(vars(part)) for part in self._parts]
-        buffers = [(dict(part._buffers), set(part._non_persistent_buffers_set)) for part in self._parts]
+        """What the recomputation has bound so far is kept in its turn."""
+        own = [Bindings(part) for part in self._parts]
         self.end()
-        self._own = list(zip(own, buffers, strict=True))
+        self._own = own
 
     def take_up(self) -> None:
-        self._found = [_Bindings(part, first) for part, first in zip(self._parts, self._first, strict=True)]
-        for part, found, (own, (buffers, unsaved)) in zip(self._parts, self._found, self._own, strict=True):
-            found.take_buffers(part)
-            if not _is_same(vars(part), own):
-                found.attributes = dict(vars(part)) if found.attributes is None else found.attributes
-                _bind(part, own)
-            part._buffers.update(buffers)
-            part._non_persistent_buffers_set.update(unsaved)
+        self._found = [_Found(part, first) for part, first in zip(self._parts, self._first, strict=True)]
+        for bindings in self._own:
+            bindings.bind()
 
 
-class _Bindings:
+class _Found:
     """What one module's names are bound to when a recomputation begins."""
 
     __slots__ = ("_buffers", "_unsaved", "attributes")

@@ -72,10 +72,10 @@ def measure_parts(
         "equality": lambda: measure_equality(
             meshes[:1] if is_quick else meshes, FAMILIES[:1] if is_quick else FAMILIES, console
         ),
-        "skew": lambda: measure_skew(_quick(SKEW) if is_quick else SKEW, 2 if is_quick else NUM_STEPS, console),
-        "wire": lambda: measure_wire(_quick(SPEED) if is_quick else SPEED, 2 if is_quick else _NUM_ROUNDS, console),
+        "skew": lambda: measure_skew(quick(SKEW) if is_quick else SKEW, 2 if is_quick else NUM_STEPS, console),
+        "wire": lambda: measure_wire(quick(SPEED) if is_quick else SPEED, 2 if is_quick else _NUM_ROUNDS, console),
         "loopback": lambda: measure_loopback(
-            _quick(SPEED) if is_quick else SPEED, 2 if is_quick else _NUM_ROUNDS, console
+            quick(SPEED) if is_quick else SPEED, 2 if is_quick else _NUM_ROUNDS, console
         ),
     }
     figures: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def _meets(figures: Mapping[str, Any]) -> dict[str, bool]:
     return meets
 
 
-def _quick(shape: BenchShape) -> BenchShape:
+def quick(shape: BenchShape) -> BenchShape:
     return replace(shape, config={**shape.config, "num_hidden_layers": 2}, batch_size=2, sequence_length=128)
 
 
@@ -159,8 +159,8 @@ def _in_turns(
 
 def _speed_figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """From what each rank has measured of each implementation."""
-    seconds = {name: _slowest(ranks, name, "seconds") for name in (NATIVE, FLEX)}
-    cpu_seconds = {name: _slowest(ranks, name, "cpu_seconds") for name in (NATIVE, FLEX)}
+    seconds = {name: slowest(ranks, name, "seconds") for name in (NATIVE, FLEX)}
+    cpu_seconds = {name: slowest(ranks, name, "cpu_seconds") for name in (NATIVE, FLEX)}
     link_bytes = {name: sum(statistics.median(rank[name]["link_bytes"]) for rank in ranks) for name in (NATIVE, FLEX)}
     dispatch_bytes = {name: sum(rank[name]["dispatch_bytes"] for rank in ranks) for name in (NATIVE, FLEX)}
     losses = [(rank[FLEX]["losses"], rank[NATIVE]["losses"]) for rank in ranks]
@@ -180,6 +180,6 @@ def _speed_figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _slowest(ranks: Sequence[Mapping[str, Any]], name: str, what: str) -> float:
+def slowest(ranks: Sequence[Mapping[str, Any]], name: str, what: str) -> float:
     """Median over steps of the slowest rank's time."""
     return statistics.median(max(times) for times in zip(*(rank[name][what] for rank in ranks), strict=True))

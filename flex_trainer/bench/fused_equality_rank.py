@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from flex_trainer.activations.choices import Choices
 from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model
+from flex_trainer.bench.fused_loop import accumulate
 from flex_trainer.config import FlexConfig
 from flex_trainer.models.discovery import find_experts
 from flex_trainer.planner.fusion import Side
@@ -90,18 +90,19 @@ def steps(
         plugin.attach(accelerator, model)
         if plugin.fused is not None and order_seed is not None:
             _take_random_orders(plugin.fused.choice, order_seed)
-        losses, gradients = [], {}
+        losses: list[float] = []
+        gradients: dict[str, torch.Tensor] = {}
         for step in range(num_steps):
-            for number in range(accumulation):
-                is_last = number == accumulation - 1
-                accelerator.gradient_state._set_sync_gradients(is_last)
-                model.set_requires_gradient_sync(is_last)
-                length = _LENGTH - (_LENGTH_STEP * ((step + number + 2 * rank) % 5) if is_uneven else 0)
-                batch = tiny_batch(model, _ROWS, length, seed=1000 * step + 10 * number + rank)
-                with torch.autocast(device, torch.bfloat16) if has_autocast else nullcontext():
-                    loss = model(**batch).loss
-                accelerator.backward(loss)
-                losses.append(float(loss.detach()))
+            lengths = (
+                _LENGTH - (_LENGTH_STEP * ((step + number + 2 * rank) % 5) if is_uneven else 0)
+                for number in range(accumulation)
+            )
+            batches = [
+                tiny_batch(model, _ROWS, length, seed=1000 * step + 10 * number + rank)
+                for number, length in enumerate(lengths)
+            ]
+            context = torch.autocast(device, torch.bfloat16) if has_autocast else None
+            losses += accumulate(accelerator, model, batches, context)
             gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
             optimizer.step()
             optimizer.zero_grad()

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from flex_trainer.bench.ep_model import FLEX, SPEED, MeshSizes, load_model, write_model
 from flex_trainer.bench.ep_ranks import join_ranks, run_ranks, values_of
+from flex_trainer.bench.fused_loop import accumulate
 from flex_trainer.config import FlexConfig
 from flex_trainer.memory.enforce import process_limit, return_freed_memory
 from flex_trainer.memory.process import process_memory
@@ -90,6 +91,7 @@ def with_spikes(*, path: str, num_micro_batches: int, is_limited: bool, has_cap:
         plugin = FlexPlugin(FlexConfig(memory_limit="6GiB", fuse=False))
         losses = _Run(accelerator, model, optimizer, plugin).train(lengths)
         plugin.detach()
+        torch.distributed.destroy_process_group()
         return {"losses": losses}
     limit_bytes = process_memory().rss_bytes + int(_ROOM_SHARE * spike_bytes)
     plugin = FlexPlugin(FlexConfig(memory_limit=limit_bytes, fuse=True))
@@ -121,20 +123,17 @@ class _Run:
 
     def train(self, lengths: list[int]) -> list[float]:
         """Losses of micro-batches of these lengths."""
-        losses = []
-        for number, length in enumerate(lengths):
-            is_last = (number + 1) % _ACCUMULATION == 0
-            self._accelerator.gradient_state._set_sync_gradients(is_last)
-            self._model.set_requires_gradient_sync(is_last)
-            seed = 10 * number + torch.distributed.get_rank()
-            loss = self._model(**tiny_batch(self._model, SHAPE.batch_size, length, seed=seed)).loss
-            self._accelerator.backward(loss)
-            losses.append(float(loss.detach()))
-            del loss
-            if is_last:
-                self._optimizer.step()
-                self._optimizer.zero_grad()
+        losses: list[float] = []
+        for first in range(0, len(lengths), _ACCUMULATION):
+            numbers = range(first, min(first + _ACCUMULATION, len(lengths)))
+            batches = (self._batch(number, lengths[number]) for number in numbers)
+            losses += accumulate(self._accelerator, self._model, batches)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
         return losses
+
+    def _batch(self, number: int, length: int) -> dict[str, torch.Tensor]:
+        return tiny_batch(self._model, SHAPE.batch_size, length, seed=10 * number + torch.distributed.get_rank())
 
 
 def _lengths(num_micro_batches: int, rank: int) -> list[int]:

@@ -15,7 +15,7 @@ from flex_trainer.planner.fusion_order import plan_order
 
 _FORWARD = (("gather", 1.5e-3, 0.6e-3), ("counts", 2.5e-3, 0.2e-3), ("dispatch", 0.4e-3, 3e-3), ("combine", 3e-3, 2e-3))
 _BACKWARD = (("gather", 2e-3, 0.6e-3), ("dispatch", 1.5e-3, 2e-3), ("combine", 6e-3, 3e-3))
-"""Stages of a layer, with seconds of computing and of the exchange: about those of the part `link`."""
+"""Stages of a layer, with seconds of computing and of the exchange: made up, of the size that both have on a GPU."""
 _NUM_ROUNDS = 20
 _NUM_FOUND = 2000
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model, rank_batch
 from flex_trainer.bench.ep_ranks import join_ranks
 from flex_trainer.bench.fused_equality_rank import Chosen
+from flex_trainer.bench.fused_loop import accumulate
 from flex_trainer.config import FlexConfig
 from flex_trainer.memory.enforce import return_freed_memory
 from flex_trainer.planner.fusion import Side
@@ -47,7 +48,6 @@ class Way:
         self.model: PreTrainedModel = load_model(path, MeshSizes(num_ranks, num_ranks), FLEX)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=accumulation)
-        self._accumulation = accumulation
         self.plugin = FlexPlugin(FlexConfig(memory_limit=memory_limit, fuse=fuse))
         if choices is not None:
             self.plugin.runtime = ForcedRuntime(Chosen(choices), fuse=fuse)
@@ -58,44 +58,19 @@ class Way:
 
     def step(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[float]:
         """One optimizer step, as Trainer makes it. Returns the losses."""
-        losses = []
-        model: Any = self.model
-        for number, batch in enumerate(batches):
-            is_last = number == self._accumulation - 1
-            self._accelerator.gradient_state._set_sync_gradients(is_last)
-            model.set_requires_gradient_sync(is_last)
-            loss = model(**{key: value.to(model.device) for key, value in batch.items()}).loss
-            self._accelerator.backward(loss)
-            losses.append(loss.detach())
+        losses = accumulate(self._accelerator, self.model, batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return [float(loss) for loss in losses]
+        return losses
 
 
-def in_turns(
-    *,
-    path: str,
-    batch_size: int,
-    sequence_length: int,
-    accumulation: int,
-    memory_limit: str,
-    ways: Mapping[str, Mapping[str, Any]],
-    num_rounds: int,
-) -> dict[str, dict[str, Any]]:
-    """Join the ranks, and measure."""
+def in_turns(**arguments: Any) -> dict[str, dict[str, Any]]:
+    """Join the ranks, and measure: arguments and answer are those of `measure_ways`."""
     join_ranks()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate asks for them; the group is there already
     torch.set_num_threads(1)
     return_freed_memory()
-    found = measure_ways(
-        path=path,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        accumulation=accumulation,
-        memory_limit=memory_limit,
-        ways=ways,
-        num_rounds=num_rounds,
-    )
+    found = measure_ways(**arguments)
     torch.distributed.destroy_process_group()
     return found
 

@@ -150,7 +150,7 @@ class Layout:
             header: (R, E/R + 7), what every rank has told this one (`Outgoing.header`).
 
         Raises:
-            RuntimeError: the ranks have come here by different exchanges; on all of them.
+            RuntimeError: the ranks that meet here have come by different exchanges.
         """
         num_local_experts = header.size(1) - _NUM_FACTS
         expert_counts = header[:, :num_local_experts].sum(dim=0)

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from flex_trainer.activations.aside import is_recomputing
 from flex_trainer.compat import FsdpPassState, fsdp_pass_state
 from flex_trainer.experts.dispatch import FlexEP, dispatcher_of
-from flex_trainer.experts.handover import Exchange, Work
+from flex_trainer.experts.handover import Exchange, WaitHere, Work
 from flex_trainer.models.sharding import units_of
 from flex_trainer.planner.fusion import Side
 from flex_trainer.provision.device_books import MemoryLimitError
@@ -54,17 +53,16 @@ class FusedSteps:
     """Puts backwards off and runs them beside forwards.
 
     Args:
-        runtime: manages the model by now.
-        model: its experts are spread over ranks by FlexTrainer's dispatch.
+        runtime: manages a model by now whose experts are spread over ranks by FlexTrainer's dispatch.
     """
 
-    def __init__(self, runtime: FlexRuntime, model: nn.Module) -> None:
+    def __init__(self, runtime: FlexRuntime) -> None:
         self.choice = OrderChoice(runtime.config.fuse, runtime.device)
         """Whether to fuse, and in which order."""
         self.num_pairs = 0
         """Forwards that a backward ran beside."""
         self._runtime = runtime
-        self._passes: FsdpPassState | None = fsdp_pass_state(model) if units_of(model) else None
+        self._passes: FsdpPassState | None = fsdp_pass_state(runtime.model) if units_of(runtime.model) else None
         self._worker = Worker()
         self._pending: _Pending | None = None
         self._running: Pair | _Alone | None = None
@@ -136,7 +134,7 @@ class FusedSteps:
         if self._passes is None:
             pending.run()
             return
-        sharding = TwoPasses(self._passes, pending.gradient_flags, _wait_here)
+        sharding = TwoPasses(self._passes, pending.gradient_flags, WaitHere().wait)
         sharding.begin()
         try:
             sharding.switch(Side.BACKWARD)
@@ -263,9 +261,8 @@ class FusedSteps:
         """See `Waiting.wait`. `experts`: whose rows are exchanged."""
         if self._running is not None:
             self._running.wait(works, exchange, experts)
-            return
-        for work in works:
-            work.wait()
+        else:
+            WaitHere().wait(works, exchange)
 
     def sequence(self) -> int:
         """See `Waiting.sequence`."""
@@ -320,8 +317,7 @@ class _Alone:
     def wait(self, works: Sequence[Work], exchange: Exchange, experts: Site) -> None:
         stage = self._log.exchange_starts(self._side, exchange, works, is_repeated=is_recomputing())
         self._log.waits(stage)
-        for work in works:
-            work.wait()
+        WaitHere().wait(works, exchange)
         self._log.resumes(stage)
         self._on_exchange(self._micro_batch, stage)
 
@@ -342,11 +338,6 @@ def _dispatchers(runtime: FlexRuntime) -> list[tuple[Site, FlexEP]]:
     """With the sites of their experts."""
     found = ((one.site, dispatcher_of(one.module)) for one in runtime.part().managed.map.experts)
     return [(site, one) for site, one in found if isinstance(one, FlexEP)]
-
-
-def _wait_here(works: Sequence[Work], exchange: Exchange) -> None:
-    for work in works:
-        work.wait()
 
 
 def _in_state_of_this_thread(device: torch.device, function: Callable[[], None]) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from flex_trainer.activations.aside import changes_aside, is_recomputing, may_hand_over
 from flex_trainer.compat import FsdpPassState
-from flex_trainer.experts.handover import Exchange, Work
+from flex_trainer.experts.handover import Exchange, WaitHere, Work
 from flex_trainer.planner.fusion import Side
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.steps.stages import RanStage, StageLog
@@ -105,8 +105,7 @@ class Pair:
         if experts is not None and side is Side.BACKWARD and not is_repeated:
             self._recompute_ahead(works, experts)
         self.log.waits(stage)
-        for work in works:
-            work.wait()
+        WaitHere().wait(works, exchange)
         self.log.resumes(stage)
         self._on_exchange(self._micro_batches[side], stage)
 

@@ -110,3 +110,26 @@ def fsdp_plugin_step(path: str, strategies: tuple[str, ...]) -> dict[str, Any]:
         prepared.zero_grad()
         answers[strategy] = {"freed": dict(freed), "gradients": gradients if dist.get_rank() == 0 else None}
     return answers
+
+
+def whole_when_asked(path: str, **parallel: Any) -> list[tuple[bool, bool]]:
+    """Whether a backward is put off, before and after clipping, and before and after an optimizer's step, in windows
+    whose last micro-batch never comes."""
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model: Any = spread_model(Path(path), **parallel)
+    optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    plugin = FlexPlugin(FlexConfig(memory_limit="20GiB", trace=False, fuse=True))
+    plugin.attach(accelerator, model)
+    assert plugin.fused is not None
+    found = []
+    for ask in (lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0), optimizer.optimizer.step):
+        accelerator.gradient_state._set_sync_gradients(False)
+        ids = my_part(all_ids(model))
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        is_put_off = plugin.fused.has_pending
+        ask()
+        found.append((is_put_off, plugin.fused.has_pending))
+    plugin.detach()
+    return found
