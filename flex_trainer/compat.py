@@ -261,13 +261,10 @@ class FsdpPassState:
         """Whether the pass of `taken` is inside of group `number`."""
         return taken[2][number][0] in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
-    def gather_under_way(self, group: Any) -> list[Any] | None:
-        """The works to wait for on the host before the gathered weights of a group are there; None where none is under
-        way."""
+    def gather_under_way(self, group: Any) -> list[Any]:
+        """The works to wait for on the host before the gathered weights of a group are there."""
         result = group._all_gather_result
-        if result is None:
-            return None
-        return [] if result.all_gather_work is None else [result.all_gather_work]
+        return [] if result is None or result.all_gather_work is None else [result.all_gather_work]
 
 
 def allocator_settings() -> str:

@@ -24,8 +24,8 @@ from typing import Any
 
 _PREFIX = "flexnet"
 _NETWORK = "10.77.0"  # nothing outside of the two namespaces sees it
-_LATENCY = "200ms"
-"""Of the token bucket: how long a packet may wait in the queue."""
+_LATENCY = "20ms"
+"""Of the token bucket: how long a packet may wait in the queue. More would hold up small messages behind large ones."""
 _BURST_SECONDS, _LEAST_BURST_BYTES = 4e-3, 32 * 1024
 """What may pass at once at the speed of memory: what the link carries in this time. It must be more than between two
 ticks of the kernel's clock (4 ms at most), and far less than an exchange, which would take no time otherwise."""

@@ -6,6 +6,7 @@ gradient. `AllToAll` does it with plain collectives, over any backend of torch.d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from flex_trainer.experts.handover import Exchange, WaitHere, Waiting, Work
 from flex_trainer.experts.layout import Layout
+from flex_trainer.experts.pairwise import start_pairwise
 
 
 class Transport(Protocol):
@@ -24,6 +26,10 @@ class Transport(Protocol):
 
     def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
         """Row r of the (R, C) integers to rank r; returns what every rank had for this one, (R, C)."""
+        ...
+
+    def count_apart(self) -> None:
+        """From now on counts may overtake rows of another micro-batch that are under way. Called by all ranks."""
         ...
 
     def dispatch(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -49,15 +55,21 @@ class AllToAll:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._counts_group = group
         self._rank = dist.get_rank(group)
         self.waiting: Waiting = WaitHere()
         """Where another micro-batch can run."""
 
     def exchange_counts(self, header: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(header)
-        work = _started(dist.all_to_all_single(received, header, group=self._group, async_op=True))
+        work = _started(dist.all_to_all_single(received, header, group=self._counts_group, async_op=True))
         self.waiting.wait([work], Exchange.COUNTS)
         return received
+
+    def count_apart(self) -> None:
+        # A process group exchanges in order, so counts need one of their own for that.
+        if self._counts_group is self._group:
+            self._counts_group = _twin_of(self._group)
 
     def dispatch(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sent, received = self._sizes(layout)
@@ -109,7 +121,18 @@ class AllToAll:
         return tokens[start:end], torch.cat([tokens[:start], tokens[end:]])
 
     def _start(self, output: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> Work:
+        if rows.device.type == "cpu":
+            return start_pairwise(output, rows, received, sent, self._group)
         return _started(dist.all_to_all_single(output, rows, received, sent, group=self._group, async_op=True))
+
+
+@functools.cache
+def _twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks, one for all layers."""
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+    twin = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    assert isinstance(twin, dist.ProcessGroup), "this rank is in it"
+    return twin
 
 
 def _started(work: Any) -> Work:

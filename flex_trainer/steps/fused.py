@@ -33,9 +33,9 @@ from flex_trainer.runtime import FlexRuntime
 from flex_trainer.steps.agreement import agree
 from flex_trainer.steps.order_choice import OrderChoice
 from flex_trainer.steps.pair import Pair
-from flex_trainer.steps.stages import RanStage, StageLog, timeline
+from flex_trainer.steps.stages import Place, RanStage, StageLog, timeline
 from flex_trainer.steps.turns import Worker
-from flex_trainer.steps.two_passes import TwoPasses
+from flex_trainer.steps.two_passes import TwoPasses, watch_gathers
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 
@@ -73,6 +73,7 @@ class FusedSteps:
         for site, dispatcher in _dispatchers(runtime):
             waiting = _LayerWaiting(self, site)
             self._undo.append(replace_attribute(dispatcher.transport, "waiting", waiting))
+            dispatcher.transport.count_apart()
         self._undo.append(replace_attribute(runtime, "neighbour", self))
 
     @property
@@ -134,7 +135,9 @@ class FusedSteps:
         if self._passes is None:
             pending.run()
             return
-        sharding = TwoPasses(self._passes, pending.gradient_flags, WaitHere().wait)
+        sharding = TwoPasses(
+            self._passes, pending.gradient_flags, lambda works, exchange, _: WaitHere().wait(works, exchange)
+        )
         sharding.begin()
         try:
             sharding.switch(Side.BACKWARD)
@@ -158,7 +161,7 @@ class FusedSteps:
         if log is None or micro_batch is None:
             run()
         else:
-            with self._by_itself(_Alone(micro_batch, Side.BACKWARD, log, self._note)):
+            with self._by_itself(_Alone(micro_batch, Side.BACKWARD, log, self._note, self._passes)):
                 run()
             self.choice.learn(log)
         self.choice.choose()
@@ -179,7 +182,7 @@ class FusedSteps:
         if pending is None or micro_batch is None:
             micro_batch = start()
             self._alone_log = log = self._new_log()
-            with self._by_itself(_Alone(micro_batch, Side.FORWARD, log, self._note)):
+            with self._by_itself(_Alone(micro_batch, Side.FORWARD, log, self._note, self._passes)):
                 yield micro_batch
             return
         self._pending = self._alone_log = None
@@ -302,20 +305,29 @@ class _Alone:
         side: Side,
         log: StageLog,
         on_exchange: Callable[[MicroBatch, RanStage], None],
+        passes: FsdpPassState | None,
     ) -> None:
         self._micro_batch = micro_batch
         self._side = side
         self._log = log
         self._on_exchange = on_exchange
+        self._passes = passes
 
     @contextmanager
     def run(self) -> Iterator[None]:
+        # Gathers are waited for apart only where they are timed, on the host.
+        is_watching = self._log.times_on_host
+        undo = watch_gathers(self._passes, self.wait) if self._passes is not None and is_watching else []
         self._log.begin(self._side)
-        yield
+        try:
+            yield
+        finally:
+            for one in undo:
+                one()
         self._log.end(self._side)
 
-    def wait(self, works: Sequence[Work], exchange: Exchange, experts: Site) -> None:
-        stage = self._log.exchange_starts(self._side, exchange, works, is_repeated=is_recomputing())
+    def wait(self, works: Sequence[Work], exchange: Exchange, place: Place) -> None:
+        stage = self._log.exchange_starts(self._side, exchange, works, place, is_repeated=is_recomputing())
         self._log.waits(stage)
         WaitHere().wait(works, exchange)
         self._log.resumes(stage)

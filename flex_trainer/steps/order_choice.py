@@ -8,9 +8,10 @@ last, since the others' has their waiting in it.
 from __future__ import annotations
 
 import logging
+import statistics
 import zlib
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -19,12 +20,12 @@ from flex_trainer.planner.fusion_cache import OrderCache
 from flex_trainer.planner.fusion_cost import simulate
 from flex_trainer.ranks import this_rank
 from flex_trainer.steps.agreement import agree
-from flex_trainer.steps.stages import StageLog
+from flex_trainer.steps.stages import RanStage, StageKey, StageLog
 
 logger = logging.getLogger(__name__)
 
-_NEW_SHARE = 0.3
-"""Weight of the newest times in what is expected."""
+_NUM_REMEMBERED = 5
+"""Of the latest times of a stage the median is expected: single ones scatter, and the first ones warm up."""
 _WAITED_SECONDS = 50e-6
 """Waiting less than that is none."""
 _HAND_OVER_SECONDS = 100e-6
@@ -37,11 +38,30 @@ _MOST_BETWEEN = 64
 """Micro-batches between two choices at most: 4, 8, 16, 32, 64, 128, 192 ..."""
 
 
-class _Times(NamedTuple):
-    """Of one stage, in seconds."""
+class _Times:
+    """The latest ones of one stage, in seconds."""
 
-    compute: float
-    exchange: float
+    def __init__(self) -> None:
+        self._compute: deque[float] = deque(maxlen=_NUM_REMEMBERED)
+        self._exchange: deque[float] = deque(maxlen=_NUM_REMEMBERED)
+
+    @property
+    def compute(self) -> float:
+        return statistics.median(self._compute)
+
+    @property
+    def exchange(self) -> float:
+        return statistics.median(self._exchange) if self._exchange else 0.0
+
+    def add(self, stage: RanStage, exchange: float) -> None:
+        """Args:
+        exchange: without what it has queued.
+        """
+        self._compute.append(stage.seconds)
+        # Of an exchange that was there before it was waited for, only a callback tells how long it took.
+        is_known = bool(stage.arrivals) or stage.exposed_seconds > _WAITED_SECONDS
+        if stage.has_works and (is_known or not self._exchange):
+            self._exchange.append(exchange)
 
 
 class OrderChoice:
@@ -67,8 +87,8 @@ class OrderChoice:
         self._device = device
         self._orders = OrderCache(step_bytes=1)
         self._fixed: Order | None = None
-        self._times: dict[tuple[str, int], _Times] = {}
-        self._codes: dict[Side, tuple[tuple[str, int], ...]] = {}
+        self._times: defaultdict[StageKey, _Times] = defaultdict(_Times)
+        self._keys: dict[Side, tuple[StageKey, ...]] = {}
         self._num_seen = 0
         self._next_choice = _FIRST_CHOICE if self._is_auto else 1
 
@@ -77,7 +97,7 @@ class OrderChoice:
         """Whether the exchanges of the next micro-batch are to be timed to their end: a choice is near."""
         return self._next_choice - self._num_seen <= 2
 
-    def exchange_seconds(self, key: tuple[str, int]) -> float:
+    def exchange_seconds(self, key: StageKey) -> float:
         """What the exchange of a stage is known to take; 0 where it is not."""
         return self._times[key].exchange if key in self._times else 0.0
 
@@ -94,18 +114,9 @@ class OrderChoice:
         exchanges = log.own_exchange_seconds()
         for side in (Side.FORWARD, Side.BACKWARD):
             stages = log.of(side)
-            self._codes[side] = tuple(stage.key for stage in stages)
+            self._keys[side] = tuple(stage.key for stage in stages)
             for stage in stages:
-                new, old = _Times(stage.seconds, exchanges[stage.key]), self._times.get(stage.key)
-                if old is None:
-                    self._times[stage.key] = new
-                    continue
-                # Of an exchange that was there before it was waited for, only a callback tells how long it took.
-                is_known = bool(stage.arrivals) or stage.exposed_seconds > _WAITED_SECONDS
-                self._times[stage.key] = _Times(
-                    old.compute + _NEW_SHARE * (new.compute - old.compute),
-                    old.exchange + _NEW_SHARE * (new.exchange - old.exchange) if is_known else old.exchange,
-                )
+                self._times[stage.key].add(stage, exchanges[stage.key])
 
     def choose(self) -> None:
         """A micro-batch has ended that another one may run beside. All ranks call this alike."""
@@ -113,19 +124,21 @@ class OrderChoice:
         if self._num_seen < self._next_choice:
             return
         self._next_choice += min(max(self._num_seen, 1), _MOST_BETWEEN)
-        keys = [*self._codes.get(Side.FORWARD, ()), *self._codes.get(Side.BACKWARD, ())]
+        keys = [*self._keys.get(Side.FORWARD, ()), *self._keys.get(Side.BACKWARD, ())]
         signature = zlib.crc32(repr(keys).encode())
         if len({tuple(row) for row in agree([len(keys), signature], self._device)}) > 1 or not keys:
             return  # the ranks have run other stages, such as a recomputation; next time
-        mine = [round(seconds * 1e6) for key in keys for seconds in self._times[key]]
+        mine = [
+            round(seconds * 1e6) for key in keys for seconds in (self._times[key].compute, self._times[key].exchange)
+        ]
         everyones = agree(mine, self._device)
         window = self._window([max(column) for column in zip(*everyones, strict=True)], everyones)
         self._decide(window)
 
     def _window(self, slowest: Sequence[int], everyones: Sequence[Sequence[int]]) -> Window:
         sides: dict[Side, list[Stage]] = {Side.FORWARD: [], Side.BACKWARD: []}
-        keys = [(side, key) for side in sides for key in self._codes[side]]
-        for number, (side, (code, _)) in enumerate(keys):
+        keys = [(side, key) for side in sides for key in self._keys[side]]
+        for number, (side, (code, *_)) in enumerate(keys):
             exchange = min(row[2 * number + 1] for row in everyones)
             sides[side].append(Stage(code, slowest[2 * number] * 1e-6, exchange * 1e-6))
         return Window(tuple(sides[Side.FORWARD]), tuple(sides[Side.BACKWARD]))

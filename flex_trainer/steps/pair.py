@@ -22,7 +22,7 @@ from flex_trainer.compat import FsdpPassState
 from flex_trainer.experts.handover import Exchange, WaitHere, Work
 from flex_trainer.planner.fusion import Side
 from flex_trainer.provision.micro_batch import MicroBatch
-from flex_trainer.steps.stages import RanStage, StageLog
+from flex_trainer.steps.stages import Place, RanStage, StageLog
 from flex_trainer.steps.turns import Turns, Worker
 from flex_trainer.steps.two_passes import TwoPasses
 from flex_trainer.strategy import Site
@@ -88,22 +88,19 @@ class Pair:
         """See `Waiting.sequence`."""
         return self._sequence
 
-    def wait(self, works: Sequence[Work], exchange: Exchange, experts: Site | None = None) -> None:
+    def wait(self, works: Sequence[Work], exchange: Exchange, place: Place) -> None:
         """A stage of the side that runs has ended with an exchange, which was started: hand over if the order says so,
         then wait for it. A backward that would wait recomputes meanwhile what its layer asks for next.
-
-        Args:
-            experts: whose rows are exchanged; None: they are not rows.
         """
         side = self.turns.running
         is_repeated = is_recomputing()
-        stage = self.log.exchange_starts(side, exchange, works, is_repeated=is_repeated)
+        stage = self.log.exchange_starts(side, exchange, works, place, is_repeated=is_repeated)
         self._sequence = zlib.crc32(stage.code.encode(), self._sequence)
         is_others = self.turns.next_is_other()
         if is_others and may_hand_over():
             self._hand_over(side)
-        if experts is not None and side is Side.BACKWARD and not is_repeated:
-            self._recompute_ahead(works, experts)
+        if isinstance(place, Site) and side is Side.BACKWARD and not is_repeated:
+            self._recompute_ahead(works, place)
         self.log.waits(stage)
         WaitHere().wait(works, exchange)
         self.log.resumes(stage)

@@ -13,6 +13,11 @@ import torch
 from flex_trainer.experts.handover import Exchange, Work
 from flex_trainer.planner.fusion import Side
 from flex_trainer.records import PairTimeline, Span
+from flex_trainer.strategy import Site
+
+Place = Site | int
+"""Where an exchange happens: the experts whose rows are exchanged, or the number of FSDP2's group of parameters."""
+StageKey = tuple[str, Place | None, int]
 
 
 @dataclass
@@ -24,8 +29,10 @@ class RanStage:
     """None: the last stage of its side."""
     is_repeated: bool
     """Whether a recomputation exchanges once more what the forward has exchanged."""
+    place: Place | None
+    """Of the model."""
     number: int
-    """Among those of the same code, from 0."""
+    """Among those of the same code and place, from 0."""
     began: float
     started: float
     """When it had computed, and its exchange was started."""
@@ -33,6 +40,8 @@ class RanStage:
     """From when on its side did nothing but wait for it."""
     resumed: float = 0.0
     """When its side went on."""
+    has_works: bool = True
+    """Whether there was something to wait for."""
     arrivals: list[float] = field(default_factory=list)
     """When its works ended, where that was listened for."""
 
@@ -43,8 +52,8 @@ class RanStage:
         return f"{self.side.value} {'repeated ' if self.is_repeated else ''}{name}"
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.code, self.number
+    def key(self) -> StageKey:
+        return self.code, self.place, self.number
 
     @property
     def seconds(self) -> float:
@@ -85,16 +94,24 @@ class StageLog:
         self.listens = listens
         self._has_streams = device.type == "cuda"
         self._began: dict[Side, Any] = {}
-        self._numbers: Counter[tuple[Side, Exchange | None, bool]] = Counter()
+        self._numbers: Counter[tuple[Side, Exchange | None, bool, Place | None]] = Counter()
+
+    @property
+    def times_on_host(self) -> bool:
+        """Whether the ends of exchanges are listened for."""
+        return self.listens and not self._has_streams
 
     def begin(self, side: Side) -> None:
         """A side computes from now on."""
         self._began[side] = self._now()
 
-    def exchange_starts(self, side: Side, exchange: Exchange, works: Sequence[Work], *, is_repeated: bool) -> RanStage:
+    def exchange_starts(
+        self, side: Side, exchange: Exchange, works: Sequence[Work], place: Place, *, is_repeated: bool
+    ) -> RanStage:
         """It has started an exchange."""
-        stage = self._ended(side, exchange, is_repeated)
-        if self.listens and not self._has_streams:
+        stage = self._ended(side, exchange, is_repeated, place)
+        stage.has_works = bool(works)
+        if self.times_on_host:
             for work in works:
                 _listen(work, stage.arrivals)
         return stage
@@ -109,14 +126,15 @@ class StageLog:
 
     def end(self, side: Side) -> None:
         """The last stage of a side has ended."""
-        stage = self._ended(side, None, is_repeated=False)
+        stage = self._ended(side, None, is_repeated=False, place=None)
+        stage.has_works = False
         stage.waited = stage.resumed = stage.started
 
-    def own_exchange_seconds(self) -> dict[tuple[str, int], float]:
+    def own_exchange_seconds(self) -> dict[StageKey, float]:
         """By the keys of stages: what their exchanges took, without the time in which one of the other side was under
         way, which the network serves first."""
-        found, free = {}, 0.0
-        for stage in sorted(self.stages, key=lambda one: one.arrived):
+        found, free = dict.fromkeys((stage.key for stage in self.stages), 0.0), 0.0
+        for stage in sorted((one for one in self.stages if one.has_works), key=lambda one: one.started):
             found[stage.key] = max(stage.arrived - max(stage.started, free), 0.0)
             free = max(free, stage.arrived)
         return found
@@ -142,10 +160,10 @@ class StageLog:
         event.record()
         return event
 
-    def _ended(self, side: Side, exchange: Exchange | None, is_repeated: bool) -> RanStage:
-        now, kind = self._now(), (side, exchange, is_repeated)
+    def _ended(self, side: Side, exchange: Exchange | None, is_repeated: bool, place: Place | None) -> RanStage:
+        now, kind = self._now(), (side, exchange, is_repeated, place)
         began = self._began.get(side, now)
-        stage = RanStage(side, exchange, is_repeated, self._numbers[kind], began, now)
+        stage = RanStage(side, exchange, is_repeated, place, self._numbers[kind], began, now)
         self._numbers[kind] += 1
         self.stages.append(stage)
         return stage

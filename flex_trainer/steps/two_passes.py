@@ -17,6 +17,9 @@ from flex_trainer.planner.fusion import Side
 from flex_trainer.steps.turns import other_side
 from flex_trainer.undo import replace_attribute
 
+WaitForGather = Callable[[Sequence[Work], Exchange, int], None]
+"""Takes the works, what they exchange, and the number of the group of parameters."""
+
 
 class TwoPasses:
     """Exchanges what FSDP2 notes whenever the other side runs.
@@ -31,7 +34,7 @@ class TwoPasses:
         self,
         passes: FsdpPassState,
         gradient_flags: list[tuple[bool, bool]],
-        wait: Callable[[Sequence[Work], Exchange], None],
+        wait: WaitForGather,
     ) -> None:
         self._passes = passes
         self._backward_flags = gradient_flags
@@ -45,14 +48,10 @@ class TwoPasses:
         self._taken[Side.BACKWARD] = self._passes.waiting(self._backward_flags)
         self._passes.begin_forward()
         self._taken[Side.FORWARD] = self._passes.taken()
+        self._undo += watch_gathers(self._passes, self._wait)
         for number, group in enumerate(self._passes.groups):
             reshard = functools.partial(self._reshard, number, group.reshard)
-            gather = functools.partial(self._wait_for_gather, group, group.wait_for_unshard)
-            self._undo += [
-                replace_attribute(group, "reshard", reshard),
-                replace_attribute(group, "wait_for_unshard", gather),
-                replace_attribute(group, "unshard_async_op", True),  # on a CPU gathers return at once
-            ]
+            self._undo.append(replace_attribute(group, "reshard", reshard))
 
     def switch(self, to: Side) -> None:
         if to is not self._side:
@@ -69,8 +68,20 @@ class TwoPasses:
         if not self._passes.is_inside(self._taken[other_side(self._side)], number):
             original()
 
-    def _wait_for_gather(self, group: Any, original: Callable[[], None]) -> None:
-        works = self._passes.gather_under_way(group)
-        if works is not None:
-            self._wait(works, Exchange.GATHER)
+
+def watch_gathers(passes: FsdpPassState, wait: WaitForGather) -> list[Callable[[], None]]:
+    """Have a gather of weights started, and then `wait` called, wherever a unit is entered: also where it is still
+    gathered, so that the stages of all passes are the same ones. Returns what ends that."""
+
+    def wait_for_unshard(number: int, group: Any, original: Callable[[], None]) -> None:
+        wait(passes.gather_under_way(group), Exchange.GATHER, number)
         original()
+
+    undo: list[Callable[[], None]] = []
+    for number, group in enumerate(passes.groups):
+        gather = functools.partial(wait_for_unshard, number, group, group.wait_for_unshard)
+        undo += [
+            replace_attribute(group, "wait_for_unshard", gather),
+            replace_attribute(group, "unshard_async_op", True),  # on a CPU gathers return at once
+        ]
+    return undo

@@ -28,11 +28,12 @@ def log_of(compute: float, exchange: float, num_layers: int = 6, extra: float = 
         for _ in range(num_layers):
             for kind in (Exchange.DISPATCH, Exchange.COMBINE):
                 end = now + compute + (extra if side is Side.BACKWARD else 0.0)
-                stage = RanStage(side, kind, False, numbers[kind], now, end, end, end + exchange, [end + exchange])
+                ends = end + exchange
+                stage = RanStage(side, kind, False, 0, numbers[kind], now, end, end, ends, arrivals=[ends])
                 log.stages.append(stage)
                 numbers[kind] += 1
                 now = end + exchange
-        log.stages.append(RanStage(side, None, False, 0, now, now + compute, now + compute, now + compute))
+        log.stages.append(RanStage(side, None, False, None, 0, now, now + compute, now + compute, now + compute))
         now += compute
     return log
 
@@ -96,8 +97,8 @@ def test_a_fixed_order_stays() -> None:
 def test_an_exchange_that_queued_behind_another_one_is_not_longer() -> None:
     log = StageLog(CPU, listens=True)
     log.stages = [
-        RanStage(Side.FORWARD, Exchange.DISPATCH, False, 0, 0.0, 1.0, 5.0, 5.0, [4.0]),
-        RanStage(Side.BACKWARD, Exchange.DISPATCH, False, 0, 1.0, 2.0, 6.0, 7.0, [7.0]),
+        RanStage(Side.FORWARD, Exchange.DISPATCH, False, 0, 0, 0.0, 1.0, 5.0, 5.0, arrivals=[4.0]),
+        RanStage(Side.BACKWARD, Exchange.DISPATCH, False, 0, 0, 1.0, 2.0, 6.0, 7.0, arrivals=[7.0]),
     ]
     assert list(log.own_exchange_seconds().values()) == [3.0, 3.0]
     assert [stage.exchange_seconds for stage in log.stages] == [3.0, 5.0]
