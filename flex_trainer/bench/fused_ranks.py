@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from flex_trainer.bench.ep_ranks import join_ranks
 from flex_trainer.bench.fused_equality_rank import Chosen
 from flex_trainer.bench.fused_loop import accumulate
 from flex_trainer.config import FlexConfig
-from flex_trainer.memory.enforce import return_freed_memory
 from flex_trainer.planner.fusion import Side
 from flex_trainer.plugin import FlexPlugin
 from flex_trainer.testing.forced import ForcedRuntime
 
-_WARM_UP_STEPS = 2
+_WARM_UP_STEPS = 1
 """First touches, traces, first orders."""
 
 
@@ -30,6 +30,7 @@ class Way:
 
     Args:
         fuse: as in `FlexConfig`.
+        strategies: as in `FlexConfig`; None: its own ones.
         choices: of `fused_equality_rank.CHOICES`; None: planned under `memory_limit`.
         pattern: a fixed order, letters F and B of a layer, again and again; None: as it is planned.
     """
@@ -41,6 +42,7 @@ class Way:
         accumulation: int,
         *,
         fuse: str | bool,
+        strategies: Sequence[str] | None = None,
         choices: str | None = None,
         pattern: str | None = None,
     ) -> None:
@@ -48,7 +50,8 @@ class Way:
         self.model: PreTrainedModel = load_model(path, MeshSizes(num_ranks, num_ranks), FLEX)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=accumulation)
-        self.plugin = FlexPlugin(FlexConfig(memory_limit=memory_limit, fuse=fuse))
+        config = FlexConfig(memory_limit=memory_limit, fuse=fuse)
+        self.plugin = FlexPlugin(config if strategies is None else replace(config, strategies=tuple(strategies)))
         if choices is not None:
             self.plugin.runtime = ForcedRuntime(Chosen(choices), fuse=fuse)
         self.plugin.attach(self._accelerator, self.model)
@@ -69,7 +72,6 @@ def in_turns(**arguments: Any) -> dict[str, dict[str, Any]]:
     join_ranks()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate asks for them; the group is there already
     torch.set_num_threads(1)
-    return_freed_memory()
     found = measure_ways(**arguments)
     torch.distributed.destroy_process_group()
     return found

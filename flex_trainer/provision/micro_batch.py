@@ -21,6 +21,7 @@ from flex_trainer.cost.timeline import GradientBytes
 from flex_trainer.models.routing import Routing
 from flex_trainer.planner.plan import Plan
 from flex_trainer.provision.activity import Activity
+from flex_trainer.provision.beside import Beside
 from flex_trainer.provision.loads import Loads
 from flex_trainer.records import MicroBatchRecord
 from flex_trainer.strategy import EP_BLOCK, Site, Strategy
@@ -75,6 +76,8 @@ class MicroBatch:
     """Where the model was entered by another door than its forward: names of the operators that were entered so."""
     is_bounded: bool = False
     """Whether its peak is known and fits, so that another one may run beside it."""
+    beside: Beside | None = None
+    """What runs beside its forward, as it was planned."""
     is_paired: bool = False
     """Whether another one took turns with it: then peaks are those of both."""
     exchange_seconds: float = 0.0
@@ -215,7 +218,12 @@ class MicroBatch:
             return 0
         others_bytes = self.backward_base_bytes - self.actual_bytes if self.is_covered else 0
         own_bytes = max(self.plan.peak_bytes, self.plan.predicted_bytes + self.loss_bytes)
-        return max(self.baseline_bytes, others_bytes) + own_bytes + self.expected_excess_bytes
+        peak_bytes = max(self.baseline_bytes, others_bytes) + own_bytes
+        if self.beside is not None:
+            both_bytes = self.beside.most_bytes(self.plan) + self.plan.on_top_bytes + self.beside.on_top_bytes
+            alone_bytes = self.baseline_bytes - self.beside.held_bytes
+            peak_bytes = max(alone_bytes + max(own_bytes, both_bytes), others_bytes + own_bytes)
+        return peak_bytes + self.expected_excess_bytes
 
     def record(self, limit_bytes: int) -> MicroBatchRecord:
         """What is remembered of it, once its backward has ended."""

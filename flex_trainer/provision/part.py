@@ -161,7 +161,8 @@ class ModelPart:
             micro_batch = MicroBatch(
                 shape, plan, plan, in_use_bytes, provision.available_bytes, provision.budget_bytes, gradients
             )
-            micro_batch.is_bounded = plan.fits
+            micro_batch.is_bounded = provision.fits
+            micro_batch.beside = books.budgets.beside
             micro_batch.loads = Loads(self.recent_loads.expected)
             micro_batch.plain_seconds = self.times.plain_seconds(shape)
             self._note_rates(micro_batch, plan)
@@ -191,6 +192,8 @@ class ModelPart:
         # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
         held_bytes = micro_batch.ledger.held_bytes - self._books.offloading.in_flight_bytes
         excess_bytes = held_bytes - plan.held_until(site.layer) - micro_batch.expected_excess_bytes
+        if micro_batch.beside is not None:
+            excess_bytes += micro_batch.beside.late_bytes(site.layer)
         has_other_load = micro_batch.loads.needs_replan(site, routing, plan, planned_pairs)
         has_more = excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self._books.limit_bytes
         if not has_other_load and not has_more or self._keeps_all_anyway(micro_batch, plan, excess_bytes):

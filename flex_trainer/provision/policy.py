@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from flex_trainer.planner.plan import Plan
+from flex_trainer.provision.beside import Beside
 
 _ROUNDS_REMEMBERED = 16
 """Rounds (first forward to last backward) over which the most micro-batches in flight are expected again."""
@@ -36,6 +37,11 @@ class BudgetBooks:
         self._rounds: deque[int] = deque([_checked(num_warmup)], maxlen=_ROUNDS_REMEMBERED)
         self.scheduled: int | None = None
         """W as a schedule has it; None: it is learnt."""
+        self.pair_share: float | None = None
+        """Where a forward runs beside the backward of the micro-batch before it: the most that both hold together, in
+        what one holds (`share_of_both`)."""
+        self.beside: Beside | None = None
+        """Runs beside the forward that begins next."""
         self._most_in_flight = 0  # in this round
         self._in_flight: dict[Hashable, tuple[int, int]] = {}  # bytes held, and bytes on top of them in backward
 
@@ -70,7 +76,7 @@ class BudgetBooks:
     @property
     def is_shared(self) -> bool:
         """Whether memory is shared with other micro-batches, in flight or to come."""
-        return bool(self._in_flight) or self.num_expected > 1
+        return bool(self._in_flight) or self.num_expected > 1 or self.pair_share is not None
 
     def next(self, limit_bytes: int, other_bytes: int, minimum_bytes: int) -> int:
         """The budget of the next micro-batch; it may be negative when nothing is left.
@@ -80,6 +86,8 @@ class BudgetBooks:
             other_bytes: bytes in use that are not activations of micro-batches in flight.
             minimum_bytes: M0.
         """
+        if self.pair_share is not None and (self.beside is not None or not self._in_flight):
+            return int((limit_bytes - other_bytes) / self.pair_share)
         remaining = max(self.num_expected - len(self._in_flight), 1)
         left_bytes = limit_bytes - other_bytes - self.in_flight_bytes
         return (left_bytes - remaining * minimum_bytes) // remaining + minimum_bytes
@@ -109,6 +117,8 @@ class Provision:
     """What the plan's peak may take above what is in use now."""
     budget_bytes: int
     """What the plan may hold at the end of forward."""
+    fits: bool = True
+    """Whether the plan does, beside what runs at the same time."""
 
 
 def provide(
@@ -133,21 +143,38 @@ def provide(
     def rounded(available_bytes: int) -> Plan:
         return plan_for(available_bytes // step_bytes * step_bytes)
 
-    available_bytes = 0 if is_minimum else left_bytes
+    beside = books.beside
+
+    def excess_of_both(plan: Plan) -> int:
+        """What both hold and need at one time, beyond what there is."""
+        if beside is None:
+            return 0
+        return beside.most_bytes(plan) + _on_top_bytes(plan, books, loss_bytes) - all_bytes
+
+    available_bytes = 0 if is_minimum else left_bytes + (0 if beside is None else beside.held_bytes)
     plan = rounded(available_bytes)
-    # The peak comes in the backward of whichever micro-batch in flight has most on top. What is left was measured with
-    # the micro-batches in flight; the books take them off themselves.
-    on_top_bytes = max(plan.on_top_bytes, books.on_top_bytes, loss_bytes)
-    budget_bytes = books.next(left_bytes + books.in_flight_bytes, on_top_bytes, plan.minimum_bytes)
+    # What is left was measured with the micro-batches in flight; the books take them off themselves.
+    all_bytes = left_bytes + books.in_flight_bytes
+    on_top_bytes = _on_top_bytes(plan, books, loss_bytes)
+    budget_bytes = books.next(all_bytes, on_top_bytes, plan.minimum_bytes)
     if books.is_shared or loss_bytes > plan.on_top_bytes:
         # A plan bounds its own peak. What it holds beyond that, while others run or the loss does, is bounded here.
         for _ in range(_MAX_TRIED_PLANS):
-            excess_bytes = plan.predicted_bytes - budget_bytes
+            excess_bytes = max(plan.predicted_bytes - budget_bytes, excess_of_both(plan))
             if excess_bytes <= 0 or not plan.fits:
                 break
             available_bytes = min(available_bytes, plan.peak_bytes) - max(excess_bytes, step_bytes)
             plan = rounded(available_bytes)
-    return Provision(plan, available_bytes, budget_bytes)
+    return Provision(plan, available_bytes, budget_bytes, plan.fits and excess_of_both(plan) <= 0)
+
+
+def _on_top_bytes(plan: Plan, books: BudgetBooks, loss_bytes: int) -> int:
+    """Most that comes on top of what is held. The peak comes in the backward of whichever micro-batch in flight has
+    most on top; where two of them take turns, each may be stopped where it has most."""
+    own_bytes = max(plan.on_top_bytes, loss_bytes)
+    if books.pair_share is None:
+        return max(own_bytes, books.on_top_bytes)
+    return own_bytes + (books.on_top_bytes or own_bytes)
 
 
 def fill(

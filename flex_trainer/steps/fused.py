@@ -27,6 +27,7 @@ from flex_trainer.experts.dispatch import FlexEP, dispatcher_of
 from flex_trainer.experts.handover import Exchange, WaitHere, Work
 from flex_trainer.models.sharding import units_of
 from flex_trainer.planner.fusion import Side
+from flex_trainer.provision.beside import Beside, share_of_both
 from flex_trainer.provision.device_books import MemoryLimitError
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.runtime import FlexRuntime
@@ -96,10 +97,16 @@ class FusedSteps:
                 self._undo.pop()()
             self._worker.stop()
             self._runtime.follow_schedule(None)
+            self._runtime.books.budgets.pair_share = None
 
     def _share_memory(self) -> None:
-        """While pairs run, two micro-batches are in flight (W of Algorithm 1)."""
-        self._runtime.follow_schedule(2 if self.choice.is_on and self._has_put_off else None)
+        """While pairs run, two micro-batches are in flight (W of Algorithm 1), of which one takes what the other one
+        gives back."""
+        runs_pairs = self.choice.is_on and self._has_put_off
+        self._runtime.follow_schedule(2 if runs_pairs else None)
+        num_layers = len(self._runtime.part().managed.map.layers)
+        reached = self.choice.reached(num_layers)
+        self._runtime.books.budgets.pair_share = share_of_both(reached) if runs_pairs else None
 
     # The caller's backward
 
@@ -228,8 +235,13 @@ class FusedSteps:
         """The next micro-batch, where it can run while the other one is in backward, on all ranks; if not, the backward
         has run by itself when this returns None."""
         micro_batch: MicroBatch | None = None
-        with suppress(MemoryLimitError):  # with the memory of the other one, it may fit
-            micro_batch = start()
+        budgets = self._runtime.books.budgets
+        budgets.beside = self._beside(pending.micro_batch)
+        try:
+            with suppress(MemoryLimitError):  # with the memory of the other one, it may fit
+                micro_batch = start()
+        finally:
+            budgets.beside = None
         is_possible = micro_batch is not None and micro_batch.is_bounded and pending.micro_batch.is_bounded
         if all(row[0] for row in agree([int(is_possible)], self._runtime.device)):
             return micro_batch
@@ -237,6 +249,14 @@ class FusedSteps:
             self._runtime.forget(micro_batch)
         self.settle()
         return None
+
+    def _beside(self, micro_batch: MicroBatch) -> Beside | None:
+        """What a forward is planned beside; None where it is not known how that goes."""
+        plan = micro_batch.plan
+        if plan is None or not plan.held_by_layer:
+            return None
+        reached = self.choice.reached(len(plan.held_by_layer))
+        return Beside.of(plan, micro_batch.actual_bytes, reached, lambda: micro_batch.ledger.held_bytes)
 
     def _check(self) -> None:
         if self._has_failed:

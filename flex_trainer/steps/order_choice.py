@@ -20,6 +20,7 @@ from flex_trainer.planner.fusion_cache import OrderCache
 from flex_trainer.planner.fusion_cost import simulate
 from flex_trainer.ranks import this_rank
 from flex_trainer.steps.agreement import agree
+from flex_trainer.steps.progress import layers_reached
 from flex_trainer.steps.stages import RanStage, StageKey, StageLog
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,11 @@ class OrderChoice:
         """What the exchange of a stage is known to take; 0 where it is not."""
         return self._times[key].exchange if key in self._times else 0.0
 
+    def reached(self, num_layers: int) -> tuple[int, ...]:
+        """See `layers_reached`: of the next pair, as far as it is known."""
+        keys = self._keys.get(Side.FORWARD, ()), self._keys.get(Side.BACKWARD, ())
+        return layers_reached(self.order, *keys, num_layers)
+
     def fix(self, order: Order) -> None:
         """Run pairs in this order, and plan no other; where it ends, sides alternate."""
         self._fixed = order
@@ -138,9 +144,9 @@ class OrderChoice:
     def _window(self, slowest: Sequence[int], everyones: Sequence[Sequence[int]]) -> Window:
         sides: dict[Side, list[Stage]] = {Side.FORWARD: [], Side.BACKWARD: []}
         keys = [(side, key) for side in sides for key in self._keys[side]]
-        for number, (side, (code, *_)) in enumerate(keys):
+        for number, (side, key) in enumerate(keys):
             exchange = min(row[2 * number + 1] for row in everyones)
-            sides[side].append(Stage(code, slowest[2 * number] * 1e-6, exchange * 1e-6))
+            sides[side].append(Stage(key.code, slowest[2 * number] * 1e-6, exchange * 1e-6))
         return Window(tuple(sides[Side.FORWARD]), tuple(sides[Side.BACKWARD]))
 
     def _decide(self, window: Window) -> None:

@@ -95,7 +95,7 @@ class Pair:
         side = self.turns.running
         is_repeated = is_recomputing()
         stage = self.log.exchange_starts(side, exchange, works, place, is_repeated=is_repeated)
-        self._sequence = zlib.crc32(stage.code.encode(), self._sequence)
+        self._sequence = zlib.crc32(stage.key.code.encode(), self._sequence)
         is_others = self.turns.next_is_other()
         if is_others and may_hand_over():
             self._hand_over(side)

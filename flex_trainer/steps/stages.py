@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,10 @@ from flex_trainer.strategy import Site
 
 Place = Site | int
 """Where an exchange happens: the experts whose rows are exchanged, or the number of FSDP2's group of parameters."""
-StageKey = tuple[str, Place | None, int]
 
 
-@dataclass
-class RanStage:
-    """What one side has computed up to an exchange, and that exchange. Times in seconds; see `StageLog.read`."""
+class StageKey(NamedTuple):
+    """Names a stage of a pass. Those of all ranks are equal where they run the same exchanges."""
 
     side: Side
     exchange: Exchange | None
@@ -32,7 +30,20 @@ class RanStage:
     place: Place | None
     """Of the model."""
     number: int
-    """Among those of the same code and place, from 0."""
+    """Among those that are equal in all else, from 0."""
+
+    @property
+    def code(self) -> str:
+        """Side and exchange in short."""
+        name = "end" if self.exchange is None else self.exchange.value
+        return f"{self.side.value} {'repeated ' if self.is_repeated else ''}{name}"
+
+
+@dataclass
+class RanStage:
+    """What one side has computed up to an exchange, and that exchange. Times in seconds; see `StageLog.read`."""
+
+    key: StageKey
     began: float
     started: float
     """When it had computed, and its exchange was started."""
@@ -46,14 +57,12 @@ class RanStage:
     """When its works ended, where that was listened for."""
 
     @property
-    def code(self) -> str:
-        """Side and exchange in short."""
-        name = "end" if self.exchange is None else self.exchange.value
-        return f"{self.side.value} {'repeated ' if self.is_repeated else ''}{name}"
+    def side(self) -> Side:
+        return self.key.side
 
     @property
-    def key(self) -> StageKey:
-        return self.code, self.place, self.number
+    def exchange(self) -> Exchange | None:
+        return self.key.exchange
 
     @property
     def seconds(self) -> float:
@@ -163,7 +172,7 @@ class StageLog:
     def _ended(self, side: Side, exchange: Exchange | None, is_repeated: bool, place: Place | None) -> RanStage:
         now, kind = self._now(), (side, exchange, is_repeated, place)
         began = self._began.get(side, now)
-        stage = RanStage(side, exchange, is_repeated, place, self._numbers[kind], began, now)
+        stage = RanStage(StageKey(*kind, self._numbers[kind]), began, now)
         self._numbers[kind] += 1
         self.stages.append(stage)
         return stage

@@ -10,7 +10,7 @@ import torch
 from flex_trainer.experts.handover import Exchange
 from flex_trainer.planner.fusion import Side
 from flex_trainer.steps.order_choice import OrderChoice
-from flex_trainer.steps.stages import RanStage, StageLog, timeline
+from flex_trainer.steps.stages import RanStage, StageKey, StageLog, timeline
 
 CPU = torch.device("cpu")
 
@@ -29,11 +29,12 @@ def log_of(compute: float, exchange: float, num_layers: int = 6, extra: float = 
             for kind in (Exchange.DISPATCH, Exchange.COMBINE):
                 end = now + compute + (extra if side is Side.BACKWARD else 0.0)
                 ends = end + exchange
-                stage = RanStage(side, kind, False, 0, numbers[kind], now, end, end, ends, arrivals=[ends])
+                stage = RanStage(StageKey(side, kind, False, 0, numbers[kind]), now, end, end, ends, arrivals=[ends])
                 log.stages.append(stage)
                 numbers[kind] += 1
                 now = end + exchange
-        log.stages.append(RanStage(side, None, False, None, 0, now, now + compute, now + compute, now + compute))
+        end = now + compute
+        log.stages.append(RanStage(StageKey(side, None, False, None, 0), now, end, end, end))
         now += compute
     return log
 
@@ -97,8 +98,8 @@ def test_a_fixed_order_stays() -> None:
 def test_an_exchange_that_queued_behind_another_one_is_not_longer() -> None:
     log = StageLog(CPU, listens=True)
     log.stages = [
-        RanStage(Side.FORWARD, Exchange.DISPATCH, False, 0, 0, 0.0, 1.0, 5.0, 5.0, arrivals=[4.0]),
-        RanStage(Side.BACKWARD, Exchange.DISPATCH, False, 0, 0, 1.0, 2.0, 6.0, 7.0, arrivals=[7.0]),
+        RanStage(StageKey(Side.FORWARD, Exchange.DISPATCH, False, 0, 0), 0.0, 1.0, 5.0, 5.0, arrivals=[4.0]),
+        RanStage(StageKey(Side.BACKWARD, Exchange.DISPATCH, False, 0, 0), 1.0, 2.0, 6.0, 7.0, arrivals=[7.0]),
     ]
     assert list(log.own_exchange_seconds().values()) == [3.0, 3.0]
     assert [stage.exchange_seconds for stage in log.stages] == [3.0, 5.0]
