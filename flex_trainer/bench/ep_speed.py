@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from flex_trainer.bench.ep_model import FLEX, MeshSizes, load_model, rank_batch
 from flex_trainer.bench.ep_ranks import join_ranks
-from flex_trainer.bench.ep_wire import CountAllToAll
+from flex_trainer.bench.ep_wire import CountExchanges
 from flex_trainer.bench.network import sent_bytes
 from flex_trainer.config import FlexConfig
 from flex_trainer.memory.enforce import return_freed_memory
@@ -81,7 +81,7 @@ def in_turns(
         batch = rank_batch(batch_size, sequence_length, rank, number + _WARM_UP_STEPS)
         for name in list(sides)[:: 1 if number % 2 else -1]:  # no side is always first
             results = found[name]
-            count = CountAllToAll() if number == -1 else nullcontext()
+            count = CountExchanges() if number == -1 else nullcontext()
             torch.distributed.barrier()
             sent, cpu, start = sent_bytes(interface), time.process_time(), time.perf_counter()
             with count:
@@ -91,7 +91,7 @@ def in_turns(
                 results["cpu_seconds"].append(time.process_time() - cpu)
                 torch.distributed.barrier()  # the other rank may still be sending
                 results["link_bytes"].append(sent_bytes(interface) - sent)
-            if isinstance(count, CountAllToAll):
+            if isinstance(count, CountExchanges):
                 results["dispatch_bytes"] = count.num_bytes
                 results["num_all_to_all"] = count.num_calls
     for name, side in sides.items():

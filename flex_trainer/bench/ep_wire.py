@@ -9,8 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class CountAllToAll(TorchDispatchMode):
-    """Counts the bytes that this rank sends to others by all-to-all inside the context, forward and backward.
+class CountExchanges(TorchDispatchMode):
+    """Counts the bytes that this rank sends to others inside the context, forward and backward, by all-to-all or by
+    sends to single ranks.
 
     It sees operators as torch dispatches them: the plain collective (`torch.distributed.all_to_all_single`) and the
     functional one alike. What a rank keeps for itself is not counted. The group must be that of all ranks.
@@ -30,6 +31,9 @@ class CountAllToAll(TorchDispatchMode):
             self._count(args[1], args[4])
         elif name == "_c10d_functional::all_to_all_single":  # input, output sizes, input sizes, group
             self._count(args[0], args[2])
+        elif name == "c10d::send":  # tensors, group, rank, tag
+            self.num_calls += 1
+            self.num_bytes += sum(tensor.nbytes for tensor in args[0])
         elif "alltoall" in name or "all_to_all" in name:
             raise RuntimeError(f"an all-to-all that is not counted: {name}")
         return func(*args, **(kwargs or {}))

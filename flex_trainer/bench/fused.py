@@ -39,6 +39,7 @@ BOUNDS = {
     "loopback_auto_ratio": 1.03,
     "planning_found_ms": 0.1,
     "planning_cold_ms": 50.0,
+    "choice_percent": 0.1,
     "pair_time_error_percent": 10.0,
 }
 PARTS = ("equality", "link", "loopback", "memory", "planning")
@@ -116,6 +117,8 @@ def _meets(figures: Mapping[str, Any]) -> dict[str, bool]:
             figures["planning/found_ms"] <= BOUNDS["planning_found_ms"]
             and figures["planning/cold_ms"] <= BOUNDS["planning_cold_ms"]
         )
+    if "link/keep/choice_percent" in figures:
+        meets["5, over a run"] = figures["link/keep/choice_percent"] <= BOUNDS["choice_percent"]
     return meets
 
 
@@ -170,6 +173,7 @@ def link_figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "compute_ms": fused.get("compute_ms"),
         "exchange_ms": fused.get("exchange_alone_ms"),
         "hidden_share": hidden,
+        "choice_percent": 100 * fused["choice_seconds"] / fused["run_seconds"],
         "pair_ms": statistics.median(pair for pair, _ in pairs) if pairs else None,
         "pair_time_error_percent": statistics.mean(100 * abs(p - q) / p for p, q in pairs) if pairs else None,
         "freed_mib": {name: ranks[0][name]["freed_bytes"] / 2**20 for name in ranks[0]},

@@ -94,11 +94,14 @@ def measure_ways(
 
     Returns:
         By way: seconds and CPU seconds of every timed step, losses of all steps, and from the records of the timed
-        steps: exchange, exposed, pair and predicted pair times in ms, peaks in bytes, bytes freed.
+        steps: exchange, exposed, pair and predicted pair times in ms, peaks in bytes, bytes freed. And of the whole run,
+        seconds, pairs, and seconds spent on choices of an order.
     """
     rank = torch.distributed.get_rank()
     all_ways = {name: Way(path, memory_limit, accumulation, **way) for name, way in ways.items()}
-    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": [], "losses": []} for name in all_ways}
+    found: dict[str, dict[str, Any]] = {
+        name: {"seconds": [], "cpu_seconds": [], "losses": [], "run_seconds": 0.0} for name in all_ways
+    }
     for number in range(-_WARM_UP_STEPS, num_rounds):
         first = (number + _WARM_UP_STEPS) * accumulation
         batches = [rank_batch(batch_size, sequence_length, rank, first + one) for one in range(accumulation)]
@@ -107,8 +110,10 @@ def measure_ways(
             start, cpu = time.perf_counter(), time.process_time()
             found[name]["losses"] += all_ways[name].step(batches)
             torch.distributed.barrier()
+            seconds = time.perf_counter() - start
+            found[name]["run_seconds"] += seconds
             if number >= 0:
-                found[name]["seconds"].append(time.perf_counter() - start)
+                found[name]["seconds"].append(seconds)
                 found[name]["cpu_seconds"].append(time.process_time() - cpu)
     for name, way in all_ways.items():
         records = list(way.plugin.runtime.records)[_WARM_UP_STEPS * accumulation :]
@@ -117,6 +122,7 @@ def measure_ways(
         found[name]["freed_bytes"] = sum(sum(record.freed_bytes.values()) for record in records)
         fused = way.plugin.fused
         found[name]["num_pairs"] = 0 if fused is None else fused.num_pairs
+        found[name]["choice_seconds"] = 0.0 if fused is None else fused.choice.seconds
         if fused is not None and fused.choice.window is not None:
             window = fused.choice.window
             stages = (*window.forward, *window.backward)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -84,12 +85,15 @@ class OrderChoice:
         """Predicted time of the next pair; 0 where no order was planned yet."""
         self.sequential_seconds = 0.0
         """The same, one after the other."""
+        self.seconds = 0.0
+        """Spent on choices so far, talking to the other ranks included."""
         self._is_auto = fuse == "auto"
         self._device = device
         self._orders = OrderCache(step_bytes=1)
         self._fixed: Order | None = None
         self._times: defaultdict[StageKey, _Times] = defaultdict(_Times)
         self._keys: dict[Side, tuple[StageKey, ...]] = {}
+        self._keys_of_order: dict[Side, tuple[StageKey, ...]] = {}
         self._num_seen = 0
         self._next_choice = _FIRST_CHOICE if self._is_auto else 1
 
@@ -104,8 +108,8 @@ class OrderChoice:
 
     def reached(self, num_layers: int) -> tuple[int, ...]:
         """See `layers_reached`: of the next pair, as far as it is known."""
-        keys = self._keys.get(Side.FORWARD, ()), self._keys.get(Side.BACKWARD, ())
-        return layers_reached(self.order, *keys, num_layers)
+        keys = self._keys_of_order
+        return layers_reached(self.order, keys.get(Side.FORWARD, ()), keys.get(Side.BACKWARD, ()), num_layers)
 
     def fix(self, order: Order) -> None:
         """Run pairs in this order, and plan no other; where it ends, sides alternate."""
@@ -130,6 +134,11 @@ class OrderChoice:
         if self._num_seen < self._next_choice:
             return
         self._next_choice += min(max(self._num_seen, 1), _MOST_BETWEEN)
+        started = time.perf_counter()
+        self._choose()
+        self.seconds += time.perf_counter() - started
+
+    def _choose(self) -> None:
         keys = [*self._keys.get(Side.FORWARD, ()), *self._keys.get(Side.BACKWARD, ())]
         signature = zlib.crc32(repr(keys).encode())
         if len({tuple(row) for row in agree([len(keys), signature], self._device)}) > 1 or not keys:
@@ -150,7 +159,7 @@ class OrderChoice:
         return Window(tuple(sides[Side.FORWARD]), tuple(sides[Side.BACKWARD]))
 
     def _decide(self, window: Window) -> None:
-        self.window = window
+        self.window, self._keys_of_order = window, dict(self._keys)
         if self._fixed is not None:
             return
         structure = tuple((stage.name, stage.seconds, stage.exchange_seconds) for stage in _stages(window))

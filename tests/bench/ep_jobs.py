@@ -24,7 +24,7 @@ def sleep_for_a_minute() -> None:
 
 
 def send_rows() -> dict[str, int]:
-    """2 ranks exchange rows of 3 float32, in three ways; rank r sends 1 + r rows to itself and 5 to the other.
+    """2 ranks exchange rows of 3 float32, in four ways; rank r sends 1 + r rows to itself and 5 to the other.
 
     Returns:
         What was counted of each way.
@@ -32,7 +32,8 @@ def send_rows() -> dict[str, int]:
     import torch
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-    from flex_trainer.bench.ep_wire import CountAllToAll
+    from flex_trainer.bench.ep_wire import CountExchanges
+    from flex_trainer.experts.pairwise import start_pairwise
 
     rank = torch.distributed.get_rank()
     sizes = [1, 5] if rank == 0 else [5, 2]
@@ -41,15 +42,19 @@ def send_rows() -> dict[str, int]:
     group = torch.distributed.group.WORLD
     assert group is not None
     found = {}
-    with CountAllToAll() as count:
+    with CountExchanges() as count:
         torch.distributed.all_to_all_single(output, rows.detach(), sizes, sizes)
     found["plain"] = count.num_bytes
-    with CountAllToAll() as count:
+    with CountExchanges() as count:
         all_to_all_single_autograd(rows, sizes, sizes, group).sum().backward()
     found["functional, forward and backward"] = count.num_bytes
-    with CountAllToAll() as count:
+    with CountExchanges() as count:
         torch.distributed.all_to_all_single(torch.empty(4), torch.ones(4))
     found["even"] = count.num_bytes
+    with CountExchanges() as count:
+        others = [0, 5] if rank == 0 else [5, 0]
+        start_pairwise(output[:5], rows.detach()[:5], others, others, group).wait()
+    found["pairwise"] = count.num_bytes
     return found
 
 

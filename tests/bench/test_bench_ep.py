@@ -194,6 +194,7 @@ def test_what_goes_to_others_is_counted(pool: RankPool) -> None:
             "plain": 5 * row_bytes,
             "functional, forward and backward": 10 * row_bytes,
             "even": 2 * 4,
+            "pairwise": 5 * row_bytes,
         }
 
 

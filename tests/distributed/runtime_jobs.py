@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flex_trainer import FlexConfig, FlexRuntime
-from flex_trainer.bench.ep_wire import CountAllToAll
+from flex_trainer.bench.ep_wire import CountExchanges
 from flex_trainer.cost.compiled import forget_structures
 from flex_trainer.experts.dispatch import dispatcher_of
 from flex_trainer.models.sharding import gathered_bytes
@@ -145,7 +145,7 @@ def agreement(path: str, wishes: tuple[bool, ...], **parallel: Any) -> dict[str,
     model.zero_grad()
     runtime = ForcedRuntime(Forced("recomputed_dispatch" if wishes[dist.get_rank()] else "keep"))
     runtime.attach(model)
-    with CountAllToAll() as count, runtime.backward():
+    with CountExchanges() as count, runtime.backward():
         loss = _loss(model, 0)
         agreed = len(runtime.in_flight[0].loads.agreed_layers)
         loss.backward()
