@@ -94,7 +94,7 @@ def measure_ways(
 
     Returns:
         By way: seconds and CPU seconds of every timed step, losses of all steps, and from the records of the timed
-        steps: exchange, exposed, pair and predicted pair times in ms, peaks in bytes, bytes freed. And of the whole run,
+        steps: exchange, exposed, pair and predicted pair times in ms, peaks in bytes, bytes freed. Of the whole run:
         seconds, pairs, and seconds spent on choices of an order.
     """
     rank = torch.distributed.get_rank()

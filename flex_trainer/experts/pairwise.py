@@ -44,7 +44,7 @@ class PairwiseWork:
     """
 
     def __init__(self, works: Sequence[Any], tensors: tuple[torch.Tensor, ...]) -> None:
-        self._works = works
+        self._works: Sequence[Any] = works
         self._tensors = tensors
         self._future: Future[None] | None = None
 
@@ -76,7 +76,8 @@ class PairwiseWork:
             self._future.set_result(None)
 
     def _wait_for_all(self) -> None:
-        for work in self._works:
+        works, self._works = self._works, ()  # gloo lets each be waited for once; a second time would never end
+        for work in works:
             work.wait()
 
 
