@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,8 +38,9 @@ def measure_memory(console: Console, *, is_quick: bool) -> dict[str, Any]:
     """Micro-batches with spikes anywhere, on each rank at places of its own: under a limit, and under a real cap.
 
     Returns:
-        Peaks over the limit, the highest peak over the limit in both, how many forwards had a backward beside them, and
-        whether the losses are those of a run without a limit, one after the other.
+        Peaks over the limit, the highest peak over the limit in both, how many forwards had a backward beside them, how
+        far their peaks were from what was predicted, and whether the losses are those of a run without a limit, one
+        after the other.
     """
     num_micro_batches = 24 if is_quick else _NUM_MICRO_BATCHES
     console.print(f"memory: {num_micro_batches} micro-batches, three times", highlight=False)
@@ -54,6 +56,7 @@ def measure_memory(console: Console, *, is_quick: bool) -> dict[str, Any]:
         }
     ample, limited = (values_of(found[name], name) for name in ("ample", "limit"))
     capped = [result.value for result in found["cap"]]
+    peak_errors = [error for rank in limited for error in rank["pair_peak_errors"]]
     return {
         "num_micro_batches": num_micro_batches,
         "num_spikes": [rank["num_spikes"] for rank in limited],
@@ -61,6 +64,8 @@ def measure_memory(console: Console, *, is_quick: bool) -> dict[str, Any]:
         "num_over_limit": sum(rank["num_over_limit"] for rank in limited),
         "peak_share": max(rank["peak_share"] for rank in limited),
         "median_peak_share": max(rank["median_peak_share"] for rank in limited),
+        "pair_peak_error_percent": statistics.mean(peak_errors),
+        "worst_pair_peak_error_percent": max(peak_errors),
         "freed_mib": [rank["freed_bytes"] / 2**20 for rank in limited],
         "finishes_under_a_cap": all(value is not None for value in capped),
         "cap_errors": [result.error for result in found["cap"]],
@@ -107,6 +112,11 @@ def with_spikes(*, path: str, num_micro_batches: int, is_limited: bool, has_cap:
         "num_over_limit": sum(record.is_over_limit for record in records),
         "peak_share": peaks[-1],
         "median_peak_share": peaks[len(peaks) // 2],
+        "pair_peak_errors": [
+            100 * abs(record.predicted_peak_bytes / record.peak_bytes - 1)
+            for record in records
+            if record.pair_ms and record.predicted_peak_bytes
+        ],
         "freed_bytes": sum(sum(record.freed_bytes.values()) for record in records),
     }
     plugin.detach()

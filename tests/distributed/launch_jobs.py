@@ -15,6 +15,10 @@ from typing import Any
 import torch
 
 from flex_trainer import train
+from flex_trainer.activations.aside import is_recomputing
+from flex_trainer.planner.plan import Uniform
+from flex_trainer.strategy import Strategy
+from flex_trainer.testing.forced import ForcedRuntime
 from flex_trainer.trainer import FlexTrainer
 
 FAILING_RANK = 1
@@ -28,7 +32,10 @@ class FailingTrainer(FlexTrainer):
         if self.how.startswith("fused"):
             if self.state.global_step == 1 and self.args.process_index == FAILING_RANK and not self.time_file.exists():
                 model: Any = self.model
-                self.arm(model.model.layers[-1])
+                if self.how == "fused-recomputation":
+                    self.arm_recomputations()
+                else:
+                    self.arm(model.model.layers[-1])
         elif self.state.global_step == 1:
             if self.args.process_index == FAILING_RANK:
                 self.time_file.write_text(str(time.time()))
@@ -50,6 +57,19 @@ class FailingTrainer(FlexTrainer):
                 output.register_hook(lambda gradient: self.fail_now())
 
         layer.register_forward_hook(forward_hook)
+
+    def arm_recomputations(self) -> None:
+        """Have everything recomputed, and the first linear layer that is fail, in the backward of a pair."""
+        runtime: Any = self.flex
+        runtime.__class__, runtime._choices = ForcedRuntime, Uniform(Strategy.RECOMPUTE)
+        linear = torch.nn.functional.linear
+
+        def fail_if_recomputed(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if is_recomputing():
+                self.fail_now()
+            return linear(*args, **kwargs)
+
+        torch.nn.functional.linear = fail_if_recomputed
 
     def fail_now(self) -> None:
         self.time_file.write_text(str(time.time()))

@@ -146,6 +146,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_other(directory: Path, how: str
     [
         ("fused-backward", "rank 1 of 2 on {host}: ValueError: rank 1 has had enough"),
         ("fused-forward", "rank 1 of 2 on {host}: ValueError: rank 1 has had enough"),
+        ("fused-recomputation", "rank 1 of 2 on {host}: ValueError: rank 1 has had enough"),
         ("fused-kill", "Signal 9 (SIGKILL)"),
     ],
 )
