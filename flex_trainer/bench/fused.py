@@ -153,6 +153,7 @@ def measure_loopback(shape: BenchShape, num_rounds: int, console: Console) -> di
         "fused_ratio": steps["fused"] / steps["sequential"],
         "auto_fuses": found[0]["auto"]["num_pairs"] > 0,
         "has_equal_losses": _has_equal_losses(found),
+        "all_step_s": _all_steps(found),
     }
 
 
@@ -178,7 +179,7 @@ def link_figures(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "pair_time_error_percent": statistics.mean(100 * abs(p - q) / p for p, q in pairs) if pairs else None,
         "freed_mib": {name: ranks[0][name]["freed_bytes"] / 2**20 for name in ranks[0]},
         "has_equal_losses": _has_equal_losses(ranks),
-        "all_step_s": {name: [rank[name]["seconds"] for rank in ranks] for name in ranks[0]},
+        "all_step_s": _all_steps(ranks),
     }
 
 
@@ -199,6 +200,11 @@ def _in_turns(
         }
         results = run_ranks("flex_trainer.bench.fused_ranks:in_turns", arguments, 2, hosts=hosts)
     return values_of(results, "fused and one after the other")
+
+
+def _all_steps(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """Seconds by way, rank and step."""
+    return {name: [rank[name]["seconds"] for rank in ranks] for name in ranks[0]}
 
 
 def _has_equal_losses(ranks: Sequence[Mapping[str, Any]]) -> bool:
