@@ -24,11 +24,11 @@ class Beside:
     """Most that it still holds while the forward runs layer l, for every l, and at last after the layers."""
     on_top_bytes: int
     """Of its backward, on top of what is held."""
-    held_now: Callable[[], int] = lambda: 0
-    """What it holds at this moment."""
+    held_now: Callable[[], int] | None = None
+    """What it holds at this moment; None: not counted while its backward runs."""
 
     @classmethod
-    def of(cls, plan: Plan, actual_bytes: int, reached: Sequence[int], held_now: Callable[[], int]) -> Beside:
+    def of(cls, plan: Plan, actual_bytes: int, reached: Sequence[int], held_now: Callable[[], int] | None) -> Beside:
         """
         Args:
             plan: under which its forward ran.
@@ -55,7 +55,9 @@ class Beside:
 
     def late_bytes(self, layer: int) -> int:
         """What it holds now beyond what it should while the forward runs `layer`: its order has other stages than it
-        was planned with."""
+        was planned with. 0 where that is not counted."""
+        if self.held_now is None:
+            return 0
         expected = self.held_by_layer[layer] if 0 <= layer < len(self.held_by_layer) else self.held_bytes
         return max(self.held_now() - expected, 0)
 

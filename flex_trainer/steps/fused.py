@@ -256,7 +256,10 @@ class FusedSteps:
         if plan is None or not plan.held_by_layer:
             return None
         reached = self.choice.reached(len(plan.held_by_layer))
-        return Beside.of(plan, micro_batch.actual_bytes, reached, lambda: micro_batch.ledger.held_bytes)
+        # The bytes of a forward that was not watched leave the ledger all at once, when its backward has ended.
+        is_counted = micro_batch.scope is not None and micro_batch.scope.is_traced
+        held_now = (lambda: micro_batch.ledger.held_bytes) if is_counted else None
+        return Beside.of(plan, micro_batch.actual_bytes, reached, held_now)
 
     def _check(self) -> None:
         if self._has_failed:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from flex_trainer.experts.handover import Exchange
@@ -9,6 +12,7 @@ from flex_trainer.planner.fusion import Side
 from flex_trainer.planner.plan import Plan
 from flex_trainer.provision.beside import Beside, share_of_both
 from flex_trainer.provision.policy import BudgetBooks, provide
+from flex_trainer.steps.fused import FusedSteps
 from flex_trainer.steps.progress import layers_reached
 from flex_trainer.steps.stages import Place, StageKey
 from flex_trainer.strategy import Site
@@ -59,6 +63,16 @@ def test_what_is_gone_by_then_may_be_taken() -> None:
     assert both.most_bytes(plan(100)) == 100 + 400 + 100  # in the second layer
     assert both.most_bytes(plan(0)) == 400
     assert both.late_bytes(1) == 0 and both.late_bytes(3) == 200
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_only_what_is_counted_as_it_is_given_back_can_be_late(is_watched: bool) -> None:
+    """The ledger of a forward that was not watched has all of its bytes until its backward has ended."""
+    ledger, scope = SimpleNamespace(held_bytes=400), SimpleNamespace(is_traced=is_watched)
+    micro_batch = SimpleNamespace(plan=plan(100), actual_bytes=400, ledger=ledger, scope=scope)
+    steps = SimpleNamespace(choice=SimpleNamespace(reached=lambda num_layers: reached(ALTERNATING)))
+    beside: Any = FusedSteps._beside
+    assert beside(steps, micro_batch).late_bytes(3) == (200 if is_watched else 0)
 
 
 def test_more_held_than_predicted_goes_last() -> None:
