@@ -53,6 +53,14 @@ class Beside:
         at_layers = (own[layer] + held for layer, held in enumerate(in_layers) if layer < len(own))
         return max(plan.predicted_bytes + after, *at_layers, self.held_bytes)
 
+    def most_bytes_from(self, plan: Plan, layer: int) -> int:
+        """The same from the forward's `layer` on, with the other side as late as it is now."""
+        late_bytes = self.late_bytes(layer)
+        now_bytes = self.held_bytes if self.held_now is None else self.held_now()
+        at_layers = [*zip(plan.held_by_layer[layer:], self.held_by_layer[layer:-1], strict=False)]
+        at_layers.append((plan.predicted_bytes, self.held_by_layer[-1]))
+        return max(own + min(other + late_bytes, now_bytes) for own, other in at_layers)
+
     def late_bytes(self, layer: int) -> int:
         """What it holds now beyond what it should while the forward runs `layer`: its order has other stages than it
         was planned with. 0 where that is not counted."""

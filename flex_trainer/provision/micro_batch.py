@@ -78,6 +78,8 @@ class MicroBatch:
     """Whether its peak is known and fits, so that another one may run beside it."""
     beside: Beside | None = None
     """What runs beside its forward, as it was planned."""
+    all_bytes: int = 0
+    """What it and the micro-batches in flight when it began may take together."""
     is_paired: bool = False
     """Whether another one took turns with it: then peaks are those of both."""
     exchange_seconds: float = 0.0

@@ -34,7 +34,7 @@ from flex_trainer.provision.loss_memory import LossMemory
 from flex_trainer.provision.managed_model import ManagedModel
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.provision.plan_cache import PlanCache
-from flex_trainer.provision.policy import Provision, provide
+from flex_trainer.provision.policy import Provision, provide, revise_beside
 from flex_trainer.provision.step_times import Ran, StepTimes
 from flex_trainer.provision.watching import Watching
 from flex_trainer.ranks import this_rank
@@ -162,7 +162,7 @@ class ModelPart:
                 shape, plan, plan, in_use_bytes, provision.available_bytes, provision.budget_bytes, gradients
             )
             micro_batch.is_bounded = provision.fits
-            micro_batch.beside = books.budgets.beside
+            micro_batch.beside, micro_batch.all_bytes = books.budgets.beside, provision.all_bytes
             micro_batch.loads = Loads(self.recent_loads.expected)
             micro_batch.plain_seconds = self.times.plain_seconds(shape)
             self._note_rates(micro_batch, plan)
@@ -192,8 +192,10 @@ class ModelPart:
         # Copies on their way down still hold their sources, which the plan does not count: they end by themselves.
         held_bytes = micro_batch.ledger.held_bytes - self._books.offloading.in_flight_bytes
         excess_bytes = held_bytes - plan.held_until(site.layer) - micro_batch.expected_excess_bytes
-        if micro_batch.beside is not None:
-            excess_bytes += micro_batch.beside.late_bytes(site.layer)
+        beside = micro_batch.beside
+        if beside is not None:
+            # What this layer is still to take makes up for nothing that the other one has not given back.
+            excess_bytes = max(excess_bytes, 0) + beside.late_bytes(site.layer)
         has_other_load = micro_batch.loads.needs_replan(site, routing, plan, planned_pairs)
         has_more = excess_bytes - micro_batch.excess_bytes > _REPLAN_SHARE * self._books.limit_bytes
         if not has_other_load and not has_more or self._keeps_all_anyway(micro_batch, plan, excess_bytes):
@@ -204,7 +206,23 @@ class ModelPart:
         graph = micro_batch.loads.graph(self.plans.sizes(micro_batch.shape), site.layer)
         micro_batch.excess_bytes = max(excess_bytes, 0)
         available_bytes = micro_batch.available_bytes - micro_batch.excess_bytes
-        revised = self.plans.revised(graph, available_bytes, micro_batch.gradients, ran)
+
+        def plan_for(available_bytes: int) -> Plan:
+            return self.plans.revised(graph, available_bytes, micro_batch.gradients, ran)
+
+        if beside is None:
+            revised = plan_for(available_bytes)
+        else:
+            revised = revise_beside(
+                plan_for,
+                available_bytes,
+                self._books.budgets,
+                beside,
+                site.layer,
+                all_bytes=micro_batch.all_bytes,
+                step_bytes=self._books.budget_step_bytes,
+                loss_bytes=micro_batch.loss_bytes,
+            )
         micro_batch.plan = micro_batch.choices = revised
         if revised.strategies:
             scope.watch()

@@ -119,6 +119,8 @@ class Provision:
     """What the plan may hold at the end of forward."""
     fits: bool = True
     """Whether the plan does, beside what runs at the same time."""
+    all_bytes: int = 0
+    """What it and the micro-batches in flight may take together."""
 
 
 def provide(
@@ -165,7 +167,37 @@ def provide(
                 break
             available_bytes = min(available_bytes, plan.peak_bytes) - max(excess_bytes, step_bytes)
             plan = rounded(available_bytes)
-    return Provision(plan, available_bytes, budget_bytes, plan.fits and excess_of_both(plan) <= 0)
+    fits = plan.fits and excess_of_both(plan) <= 0
+    return Provision(plan, available_bytes, budget_bytes, fits, all_bytes)
+
+
+def revise_beside(
+    plan_for: Callable[[int], Plan],
+    available_bytes: int,
+    books: BudgetBooks,
+    beside: Beside,
+    layer: int,
+    *,
+    all_bytes: int,
+    step_bytes: int = 1,
+    loss_bytes: int = 0,
+) -> Plan:
+    """The plan of a forward from its `layer` on, beside what the other micro-batch still holds. What has run by then is
+    as it is: where both do not fit, it is the minimum-memory plan of the rest.
+
+    Args:
+        plan_for, step_bytes, loss_bytes: as for `provide`.
+        available_bytes: what the plan's peak may take once the other one is gone.
+        all_bytes: what both may take together.
+    """
+    plan = plan_for(available_bytes)
+    for _ in range(_MAX_TRIED_PLANS):
+        both_bytes = beside.most_bytes_from(plan, layer) + _on_top_bytes(plan, books, loss_bytes)
+        if both_bytes <= all_bytes or not plan.fits:
+            return plan
+        available_bytes = min(available_bytes, plan.peak_bytes) - max(both_bytes - all_bytes, step_bytes)
+        plan = plan_for(available_bytes)
+    return plan_for(0)
 
 
 def _on_top_bytes(plan: Plan, books: BudgetBooks, loss_bytes: int) -> int:

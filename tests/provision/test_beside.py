@@ -11,7 +11,7 @@ from flex_trainer.experts.handover import Exchange
 from flex_trainer.planner.fusion import Side
 from flex_trainer.planner.plan import Plan
 from flex_trainer.provision.beside import Beside, share_of_both
-from flex_trainer.provision.policy import BudgetBooks, provide
+from flex_trainer.provision.policy import BudgetBooks, provide, revise_beside
 from flex_trainer.steps.fused import FusedSteps
 from flex_trainer.steps.progress import layers_reached
 from flex_trainer.steps.stages import Place, StageKey
@@ -112,3 +112,30 @@ def test_what_cannot_fit_beside_is_said() -> None:
     books.commit("earlier", 400, 10)
     books.beside = Beside.of(plan(100, 10), 400, reached(ALTERNATING), lambda: 400)
     assert not provide(lambda available: plan(50, 10, available), 100, books).fits
+
+
+@pytest.mark.parametrize(("all_bytes", "late_bytes"), [(1000, 0), (700, 0), (620, 0), (700, 100), (800, 100)])
+def test_more_rows_than_planned_fit_beside_what_is_still_held(all_bytes: int, late_bytes: int) -> None:
+    """In the second layer twice as much comes as was planned: all of that would fit once the other one is gone."""
+    books, layer = BudgetBooks(), 1
+    books.pair_share = share_of_both(reached(ALTERNATING))
+    books.commit("earlier", 400, 10)
+    both = Beside.of(plan(100, 10), 400, reached(ALTERNATING), lambda: 400 + late_bytes)
+
+    def plan_for(available_bytes: int) -> Plan:
+        """100 bytes of the first layer are there; each other layer takes from 5 to 200."""
+        layer_bytes = max(min((available_bytes - 110) // (LAYERS - 1), 200), 5)
+        held = tuple(100 + layer_bytes * later for later in range(LAYERS))
+        peak_bytes = held[-1] + 10
+        return Plan(
+            predicted_bytes=held[-1],
+            peak_bytes=peak_bytes,
+            held_by_layer=held,
+            fits=peak_bytes <= available_bytes,
+        )
+
+    revised = revise_beside(plan_for, all_bytes, books, both, layer, all_bytes=all_bytes)
+    held_beside = [held + late_bytes for held in both.held_by_layer[layer:]]
+    own = [*revised.held_by_layer[layer:], revised.predicted_bytes]
+    assert max(map(sum, zip(own, held_beside, strict=True))) + 20 <= all_bytes
+    assert revised.fits and revised.predicted_bytes > 115
