@@ -132,6 +132,11 @@ class MicroBatch:
             self._counts.append((counts, routing.mean_tokens))
 
     @property
+    def room_bytes(self) -> int:
+        """What its peak may take beside all that others held when it began."""
+        return self.available_bytes - (0 if self.beside is None else self.beside.held_bytes)
+
+    @property
     def key(self) -> tuple[str, int]:
         """What it is in the books of the device."""
         return self.part, self.number

@@ -48,7 +48,7 @@ class Watching:
         may_run = (
             plan is not None
             and not plan.strategies
-            and plan.peak_bytes <= _ROOM_SHARE * micro_batch.available_bytes
+            and plan.peak_bytes <= _ROOM_SHARE * micro_batch.room_bytes
             and history.num_right >= _MIN_RIGHT
             and history.num_unwatched < min(2 ** (history.num_right - _MIN_RIGHT), _MAX_INTERVAL)
             and shape.sequence_length <= history.longest
@@ -67,7 +67,7 @@ class Watching:
         if plan is None or plan.strategies:
             return
         if not micro_batch.scope.is_traced:
-            if micro_batch.own_peak_bytes > micro_batch.available_bytes:
+            if micro_batch.own_peak_bytes > micro_batch.room_bytes:
                 history.num_right = 0  # it was to stay far below
             return
         if abs(micro_batch.actual_bytes - plan.predicted_bytes) > _TOLERANCE * plan.predicted_bytes:
