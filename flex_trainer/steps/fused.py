@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from flex_trainer.activations.aside import is_recomputing
 from flex_trainer.compat import FsdpPassState, fsdp_pass_state
 from flex_trainer.experts.dispatch import FlexEP, dispatcher_of
 from flex_trainer.experts.handover import Exchange, WaitHere, Work
@@ -32,11 +30,13 @@ from flex_trainer.provision.device_books import MemoryLimitError
 from flex_trainer.provision.micro_batch import MicroBatch
 from flex_trainer.runtime import FlexRuntime
 from flex_trainer.steps.agreement import agree
+from flex_trainer.steps.alone import Alone
 from flex_trainer.steps.order_choice import OrderChoice
 from flex_trainer.steps.pair import Pair
-from flex_trainer.steps.stages import Place, RanStage, StageLog, timeline
+from flex_trainer.steps.stages import RanStage, StageLog, timeline
+from flex_trainer.steps.thread_state import in_state_of_this_thread
 from flex_trainer.steps.turns import Worker
-from flex_trainer.steps.two_passes import TwoPasses, watch_gathers
+from flex_trainer.steps.two_passes import TwoPasses
 from flex_trainer.strategy import Site
 from flex_trainer.undo import replace_attribute
 
@@ -66,7 +66,7 @@ class FusedSteps:
         self._passes: FsdpPassState | None = fsdp_pass_state(runtime.model) if units_of(runtime.model) else None
         self._worker = Worker()
         self._pending: _Pending | None = None
-        self._running: Pair | _Alone | None = None
+        self._running: Pair | Alone | None = None
         self._has_failed = False
         self._has_put_off = False
         self._alone_log: StageLog | None = None  # of a forward whose backward has not come yet
@@ -122,13 +122,13 @@ class FusedSteps:
         if not may_wait:
             run()
             return
-        micro_batch = self._only_waiting() if loss.requires_grad else None
+        micro_batch = self._deferrable() if loss.requires_grad else None
         if not self.choice.is_on:
             self._run_alone(micro_batch, run)
         elif all(row[0] for row in agree([int(micro_batch is not None)], self._runtime.device)):
             assert micro_batch is not None
             flags = [] if self._passes is None else self._passes.gradient_flags()
-            self._pending = _Pending(micro_batch, _in_state_of_this_thread(loss.device, run), flags)
+            self._pending = _Pending(micro_batch, in_state_of_this_thread(loss.device, run), flags)
             self._has_put_off = True
             self._share_memory()
         else:
@@ -152,7 +152,7 @@ class FusedSteps:
         finally:
             sharding.end()
 
-    def _only_waiting(self) -> MicroBatch | None:
+    def _deferrable(self) -> MicroBatch | None:
         """The one micro-batch in flight, if its backward is the next thing to come and can be run in another thread."""
         in_flight = self._runtime.in_flight
         if len(in_flight) != 1:
@@ -168,7 +168,7 @@ class FusedSteps:
         if log is None or micro_batch is None:
             run()
         else:
-            with self._by_itself(_Alone(micro_batch, Side.BACKWARD, log, self._note, self._passes)):
+            with self._by_itself(Alone(micro_batch, Side.BACKWARD, log, self._note, self._passes)):
                 run()
             self.choice.learn(log)
         self.choice.choose()
@@ -189,7 +189,7 @@ class FusedSteps:
         if pending is None or micro_batch is None:
             micro_batch = start()
             self._alone_log = log = self._new_log()
-            with self._by_itself(_Alone(micro_batch, Side.FORWARD, log, self._note, self._passes)):
+            with self._by_itself(Alone(micro_batch, Side.FORWARD, log, self._note, self._passes)):
                 yield micro_batch
             return
         self._pending = self._alone_log = None
@@ -273,7 +273,7 @@ class FusedSteps:
         return StageLog(self._runtime.device, listens=self.choice.listens)
 
     @contextmanager
-    def _by_itself(self, alone: _Alone) -> Iterator[None]:
+    def _by_itself(self, alone: Alone) -> Iterator[None]:
         self._running = alone
         try:
             with alone.run():
@@ -319,44 +319,6 @@ class _LayerWaiting:
         return self._fused.sequence()
 
 
-class _Alone:
-    """A forward or a backward by itself, whose stages are timed."""
-
-    def __init__(
-        self,
-        micro_batch: MicroBatch,
-        side: Side,
-        log: StageLog,
-        on_exchange: Callable[[MicroBatch, RanStage], None],
-        passes: FsdpPassState | None,
-    ) -> None:
-        self._micro_batch = micro_batch
-        self._side = side
-        self._log = log
-        self._on_exchange = on_exchange
-        self._passes = passes
-
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        # Gathers are waited for apart only where they are timed, on the host.
-        is_watching = self._log.times_on_host
-        undo = watch_gathers(self._passes, self.wait) if self._passes is not None and is_watching else []
-        self._log.begin(self._side)
-        try:
-            yield
-        finally:
-            for one in undo:
-                one()
-        self._log.end(self._side)
-
-    def wait(self, works: Sequence[Work], exchange: Exchange, place: Place) -> None:
-        stage = self._log.exchange_starts(self._side, exchange, works, place, is_repeated=is_recomputing())
-        self._log.waits(stage)
-        WaitHere().wait(works, exchange)
-        self._log.resumes(stage)
-        self._on_exchange(self._micro_batch, stage)
-
-
 def obstacle_to_fusing(runtime: FlexRuntime) -> str | None:
     """Why forward and backward of two micro-batches are not run together, whatever it would save; None: they may be."""
     if not any(one.num_ranks > 1 for _, one in _dispatchers(runtime)):
@@ -373,25 +335,3 @@ def _dispatchers(runtime: FlexRuntime) -> list[tuple[Site, FlexEP]]:
     """With the sites of their experts."""
     found = ((one.site, dispatcher_of(one.module)) for one in runtime.part().managed.map.experts)
     return [(site, one) for site, one in found if isinstance(one, FlexEP)]
-
-
-def _in_state_of_this_thread(device: torch.device, function: Callable[[], None]) -> Callable[[], None]:
-    """`function` under what torch keeps for each thread, as it is on this one now: autocast, device and stream."""
-    kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
-    states: list[Callable[[], AbstractContextManager[Any]]] = [_autocast(kind) for kind in kinds]
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        states += [lambda: torch.cuda.device(device), lambda: torch.cuda.stream(stream)]
-
-    def run() -> None:
-        with ExitStack() as stack:
-            for state in states:
-                stack.enter_context(state())
-            function()
-
-    return run
-
-
-def _autocast(kind: str) -> Callable[[], AbstractContextManager[Any]]:
-    dtype = torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype)
