@@ -185,7 +185,7 @@ def test_what_fsdp_notes_of_a_pass_is_exchanged(tmp_path: Path) -> None:
             passes.put(waiting)
             found.append([passes.is_inside(passes.taken(), number) for number in range(2)])
             assert passes.gradient_flags() == [(False, False)] * 2
-            assert [passes.gather_under_way(group) for group in passes.groups] == [None, None]
+            assert [passes.gather_under_way(group) for group in passes.groups] == [[], []]
             passes.put(taken)
             found.append([passes.is_inside(passes.taken(), number) for number in range(2)])
             assert passes.gradient_flags() == [(True, True)] * 2
