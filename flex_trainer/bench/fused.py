@@ -103,12 +103,15 @@ def _meets(figures: Mapping[str, Any]) -> dict[str, bool]:
             and figures["link/keep/planned_over_megatron"] <= 1.0
             and figures["link/mitigated/planned_over_megatron"] < 1.0
         )
-        meets["7"] = figures["link/keep/pair_time_error_percent"] <= BOUNDS["pair_time_error_percent"]
+        meets["7"] = all(
+            figures[f"link/{kind}/pair_time_error_percent"] <= BOUNDS["pair_time_error_percent"] for kind in LINKS
+        )
     if "loopback/auto_ratio" in figures:
         meets["3"] = figures["loopback/auto_ratio"] <= BOUNDS["loopback_auto_ratio"]
     if "memory/num_over_limit" in figures:
         meets["4"] = (
             figures["memory/num_over_limit"] == 0
+            and min(figures["memory/num_pairs"]) > 0
             and figures["memory/finishes_under_a_cap"]
             and figures["memory/has_equal_losses"]
         )

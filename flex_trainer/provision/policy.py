@@ -79,7 +79,8 @@ class BudgetBooks:
         return bool(self._in_flight) or self.num_expected > 1 or self.pair_share is not None
 
     def next(self, limit_bytes: int, other_bytes: int, minimum_bytes: int) -> int:
-        """The budget of the next micro-batch; it may be negative when nothing is left.
+        """The budget of the next micro-batch; it may be negative when nothing is left. In a pair it is a share of all:
+        what the other one still holds is bounded layer by layer (`provide`).
 
         Args:
             limit_bytes: M_max.
