@@ -56,9 +56,7 @@ class _Times:
         return statistics.median(self._exchange) if self._exchange else 0.0
 
     def add(self, stage: RanStage, exchange: float) -> None:
-        """Args:
-        exchange: without what it has queued.
-        """
+        """It has run once more. `exchange`: seconds, without the time in which it queued."""
         self._compute.append(stage.seconds)
         # Of an exchange that was there before it was waited for, only a callback tells how long it took.
         is_known = bool(stage.arrivals) or stage.exposed_seconds > _WAITED_SECONDS
