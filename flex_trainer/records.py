@@ -69,7 +69,8 @@ class MicroBatchRecord:
     """The part of the model, where several are managed on this device (pipeline stages)."""
     exchange_ms: float = 0.0
     """Time in which exchanges of its rows were under way between ranks, and gathers of weights where another one took
-    turns with it or its stages were timed. With `fuse` on or "auto", where experts are spread by FlexTrainer's dispatch, on a CPU."""
+    turns with it or its stages were timed. With `fuse` on or "auto", where experts are spread by FlexTrainer's
+    dispatch, on a CPU."""
     exposed_ms: float = 0.0
     """The part of it in which nothing was computed."""
     pair_ms: float = 0.0
